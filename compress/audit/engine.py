@@ -21,6 +21,7 @@ from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, without_weights
 
 Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
 
+# Bytes of one element of each type that TensorRT names.
 TYPE_BYTES: dict[str, float] = {
     "fp64": 8,
     "fp32": 4,
@@ -36,7 +37,6 @@ TYPE_BYTES: dict[str, float] = {
     "int4": 0.5,
     "bool": 1,
 }
-"""Bytes of one element of each type that TensorRT names."""
 
 FLOATS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16"})
 EIGHT_BITS = frozenset({"int8", "uint8", "fp8"})
@@ -410,10 +410,11 @@ def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> floa
 
 _View = tuple[str, tuple[int, ...]]
 _Rows = dict[_View, int]
+# Steps after which the open dimension may hold something else.
 _MIXES = {"Resh", "Tran", "Slic", "Gath", "Repl", "Squ", "Perm"}
-"""Steps after which the open dimension may hold something else."""
+# Steps that may write more than was read.
 _GROWS = {"Repl", "Conc", "Iota", "Gath"}
-"""Steps that may write more than was read."""
+# Steps that write one element for each that they read.
 _KEEPS = {
     "Add",
     "Sub",
@@ -431,7 +432,6 @@ _KEEPS = {
     "Tran",
     "Move",
 }
-"""Steps that write one element for each that they read."""
 _TWO, _THREE = 2, 3
 
 
@@ -450,8 +450,8 @@ class NodeOutput:
     result: bool
 
 
+# Results by the name of their node, without those that do not grow with the batch or whose size is unknown.
 OnnxShapes = Mapping[str, tuple[NodeOutput, ...]]
-"""Results by the name of their node, without those that do not grow with the batch or whose size is unknown."""
 
 
 def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
@@ -799,11 +799,11 @@ def sparse_kernels_text(masked: int, sparse: int, unknown: int) -> str:
 
 Require = Literal["int8", "fp16"]
 
+# Kinds of OpenVINO and the engine cuda, and of ONNX Runtime's optimized graph.
 _RUNTIME_WEIGHTED = frozenset(
     {"Convolution", "Deconvolution", "GroupConvolution", "FullyConnected", "MatMul", "Linear", "Attention", "Subgraph"}
     | {"QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger"}
 )
-"""Kinds of OpenVINO and the engine cuda, and of ONNX Runtime's optimized graph."""
 _FOLDED = frozenset({"Add", "Mul", "Sub", "Div"})
 _SHOWN = 3
 

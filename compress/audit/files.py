@@ -62,8 +62,8 @@ def _tensor_of_operator(tensor: TensorInfo) -> EngineTensor:
     return EngineTensor(name=tensor.name, dtype=type_name(tensor.dtype), shape=tensor.shape)
 
 
+# Kinds whose own name does not say what is computed.
 _STEP_KINDS = {"Linear": "MatMul", "PackImage": "QuantizeImage", "LayerNorm": "ReduceLayerNorm"}
-"""Kinds whose own name does not say what is computed."""
 
 
 def read_cuda_layers(path: Path | str, *, sides: Sequence[int] = ()) -> EngineListing:
@@ -143,8 +143,8 @@ _READ = frozenset(
     "Name LayerType ParameterType Inputs Outputs Constants TacticName Metadata Weights OutMaps HasSparseWeights "  # noqa: SIM905
     "AllowSparse StreamId".split()
 )
+# Start of the names of cache controls, which some layers list among their inputs.
 _CONTROL = "l2_cache_"
-"""Start of the names of cache controls, which some layers list among their inputs."""
 
 _AGAIN = "build the engine with profiling verbosity DETAILED (trtexec --profilingVerbosity=detailed) and export again"
 

@@ -37,8 +37,8 @@ from compress.errors import EngineError
 
 NAME = PACKAGE = "executorch"
 INSTALL = "pip install 'compress-vision[executorch]'"
+# The method of a file that returns names of inputs and outputs, and metadata, as the bytes of a JSON text.
 INFORMATION = "information"
-"""The method of a file that returns names of inputs and outputs, and metadata, as the bytes of a JSON text."""
 _ALIVE: weakref.WeakSet[ExecuTorchEngine] = weakref.WeakSet()
 # ATen's numbers of types, by which ExecuTorch names them.
 _ATEN = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 11: "bool"}

@@ -36,29 +36,30 @@ from compress.onnx_graph import (
 )
 from compress.support.meters import decibel
 
+# Types that a remainder may be written in, by precision.
 HALVES = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
-"""Types that a remainder may be written in, by precision."""
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
+# Signal to noise that the rounding of one tensor must keep: values of usual size keep 73 and 55 dB.
 LOSS_DB = {"fp16": 50.0, "bf16": 35.0}
-"""Signal to noise that the rounding of one tensor must keep: values of usual size keep 73 and 55 dB."""
 
+# Other images may reach so many times the largest value that was measured.
 _MARGIN = 2.0
-"""Other images may reach so many times the largest value that was measured."""
+# Where masks of a softmax end: exp(-16384) is zero, and sums of masks stay finite.
 _MASK = 2.0**14
-"""Where masks of a softmax end: exp(-16384) is zero, and sums of masks stay finite."""
 _FLOAT = TensorProto.FLOAT
 _STANDARD = frozenset({"", "ai.onnx"})
+# Convolutions and matrix products.
 PRODUCTS = onnx_operators(lambda t: t.category in {"weighted", "product"})
-"""Convolutions and matrix products."""
 _HEAVY = PRODUCTS | onnx_operators(lambda t: t.category == "normalization") | {"Softmax", "LogSoftmax"}
+# Operators that read a tensor as it is.
 _ANY_TYPE = frozenset({"Shape", "Size", "IsNaN", "IsInf"})
-"""Operators that read a tensor as it is."""
+# Operators whose constants may end where the type ends.
 _BOUNDS = frozenset({"Clip", "Min", "Max"})
-"""Operators whose constants may end where the type ends."""
 _DIVIDES = frozenset({"Div", "Reciprocal", "Pow", "Log"})
 _TO_DIVISION = frozenset(
     {"Add", "Sqrt", "Expand", "Reshape", "Identity", "Unsqueeze", "Clip", "Max", "ReduceMean", "ReduceSum"}
 )
+# Operators through which a mask comes to its softmax.
 _MASKING = frozenset(
     {
         "Add",
@@ -82,11 +83,11 @@ _MASKING = frozenset(
         "ConstantOfShape",
     }
 )
-"""Operators through which a mask comes to its softmax."""
+# Operators that the standard defines as functions with constants of float32.
 _FLOAT_INSIDE = frozenset({"MeanVarianceNormalization"})
-"""Operators that the standard defines as functions with constants of float32."""
+# Inputs that are added: one that is too small for the type is small beside the sum.
 _BIASES = {"Conv": (2,), "ConvTranspose": (2,), "Gemm": (2,), "LayerNormalization": (2,), "BatchNormalization": (2, 3)}
-"""Inputs that are added: one that is too small for the type is small beside the sum."""
+# Operators that stay float32 where nothing was measured.
 _RISKY = frozenset(
     {
         "ReduceSumSquare",
@@ -98,7 +99,6 @@ _RISKY = frozenset(
         "Exp",
     }
 )
-"""Operators that stay float32 where nothing was measured."""
 _ADDING = frozenset({"ReduceMean", "ReduceSum", "ReduceL1", "GlobalAveragePool"})
 _SQUARING = frozenset({"ReduceL2", "ReduceSumSquare", "LpNormalization", "InstanceNormalization"})
 _EXPONENTIAL = frozenset({"Softmax", "LogSoftmax", "ReduceLogSumExp"})
@@ -281,8 +281,8 @@ class _Caster:
             self.captured.update(set(inputs_of(node)) - set(node.input))
         self.roles = [self._roles(node) for node in self.nodes]
         self.masks = self._masks()
+        # Reason by the place of a node; "" for one that only lies between others.
         self.kept: dict[int, str] = {}
-        """Reason by the place of a node; "" for one that only lies between others."""
 
     def is_float(self, name: str) -> bool:
         return bool(name) and self.types.get(name) == _FLOAT
@@ -568,8 +568,8 @@ class _Rewriting:
         self.named: dict[tuple[str, bool], str] = {}
         self.casts: Counter[int] = Counter()
         self.anchored = chosen.captured | (chosen.outputs if keep_io_types else set())
+        # Tensors that are of the half type under their own names.
         self.half: set[str] = set()
-        """Tensors that are of the half type under their own names."""
         if not keep_io_types:
             for value in self.graph.input:
                 readers = chosen.readers.get(value.name, [])

@@ -44,10 +44,10 @@ from compress.support.imports import any_failure
 
 INSTALL = "pip install 'compress-vision[litert]' (the package ai-edge-litert)"
 _IDENTIFIER = b"TFL3"
+# The oldest whose operators are read here; axes, bounds and limits are attributes before.
 _OPSET = 13
-"""The oldest whose operators are read here; axes, bounds and limits are attributes before."""
+# First opset whose GroupNormalization has a scale for each channel; it is written since.
 _GROUPS_OPSET = 21
-"""First opset whose GroupNormalization has a scale for each channel; it is written since."""
 _MOVING = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Slice", "Gather")
 _LOGICAL = {
     **{"Where": "SELECT_V2", "Greater": "GREATER", "Less": "LESS", "Equal": "EQUAL"},
@@ -57,8 +57,8 @@ _LOGICAL = {
 _OF_ANY_TYPE = frozenset(
     (*_MOVING, "Expand", "Tile", "Cast", "Dropout", "QuantizeLinear", "DequantizeLinear", "ArgMax", *_LOGICAL)
 )
+# Bytes; the schema asks it of every buffer.
 _ALIGNMENT = 16
-"""Bytes; the schema asks it of every buffer."""
 
 Array = NDArray[Any]
 
@@ -206,10 +206,11 @@ def _covers(limits: tuple[float, float], scales: _Scales) -> bool:
     return bool(low >= limits[0] - scales.scale / 2 and high <= limits[1] + scales.scale / 2)
 
 
+# Axes of an image with channels last, by those with channels second.
 _LAST = (0, 2, 3, 1)
-"""Axes of an image with channels last, by those with channels second."""
 _PLACE = {axis: place for place, axis in enumerate(_LAST)}
 
+# First version of an operator that takes what is written here, in float32 and in INT8, where these are not 1 and 2.
 _VERSIONS = {
     "CONV_2D": (1, 3),
     "DEPTHWISE_CONV_2D": (2, 3),
@@ -222,13 +223,12 @@ _VERSIONS = {
     "BATCH_MATMUL": (1, 2),
     "BROADCAST_TO": (2, 3),
 }
-"""First version of an operator that takes what is written here, in float32 and in INT8, where these are not 1 and 2."""
+# The same for INT16, where it is not that for INT8.
 _WIDE_VERSIONS = {
     **{"CONV_2D": 4, "DEPTHWISE_CONV_2D": 5, "FULLY_CONNECTED": 7, "BATCH_MATMUL": 3, "ADD": 3, "SUB": 5, "MUL": 4},
     **{"MAX_POOL_2D": 3, "MEAN": 3, "PAD": 3, "PADV2": 3, "MIRROR_PAD": 3, "CONCATENATION": 3, "GATHER": 4, "SLICE": 4},
     **{"TRANSPOSE": 5, "RESIZE_NEAREST_NEIGHBOR": 4, "MAXIMUM": 4, "MINIMUM": 4, "DEQUANTIZE": 3},
 }
-"""The same for INT16, where it is not that for INT8."""
 
 
 class _Writer:
@@ -331,8 +331,8 @@ def _aligned_builder(fb: ModuleType) -> Any:
     return Aligned(1 << 20)
 
 
+# A tensor's name, True with channels last, True as integers.
 Form = tuple[str, bool, bool]
-"""A tensor's name, True with channels last, True as integers."""
 
 
 class _Converter:

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from compress.variants import Variant
 
+# Metadata entries: preprocessing and labels as JSON, digest of the recipe, a `Variant`, and the target of a quantized
+# file.
 PREPROCESSING_KEY = "compress.preprocessing"
 LABELS_KEY = "compress.labels"
 RECIPE_KEY = "compress.recipe.tree"
 VARIANT_KEY = "compress.variant"
 TARGET_KEY = "compress.target"
-"""Metadata entries: preprocessing and labels as JSON, digest of the recipe, a `Variant`, and the target of a quantized
-file."""
 
+# Metadata entry of a DequantizeLinear whose weight fits in 4 bits, while the file is written.
 INT4_KEY = "compress.num_bits"
-"""Metadata entry of a DequantizeLinear whose weight fits in 4 bits, while the file is written."""
 
 _LOGITS = ("logits", "out", "output_0")
 

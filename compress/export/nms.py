@@ -20,8 +20,8 @@ from compress.errors import ExportError
 from compress.export.onnx import export_onnx
 from compress.onnx_graph import OnnxGraph, replacing_model
 
+# (N, places, 4) in pixels of the input, (N, places), and (N, places) int64.
 NMS_OUTPUTS = ("boxes", "scores", "labels")
-"""(N, places, 4) in pixels of the input, (N, places), and (N, places) int64."""
 
 _PREFIX = "detections/"
 
@@ -85,6 +85,7 @@ def _suppress(graph: onnx.GraphProto, decoding: BoxesAndScores) -> None:
         graph.output.append(helper.make_tensor_value_info(name, kind, ["batch", *shape]))
 
 
+# Operator, its inputs, its outputs and its attributes.
 _SUPPRESSION: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("NonMaxSuppression", "all_boxes all_scores most overlap least", "kept", {}),
     ("GatherND", "all_scores kept", "kept_scores", {}),
@@ -102,4 +103,3 @@ _SUPPRESSION: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Unsqueeze", "present last", "beside", {}),
     ("Where", "beside found zero", "boxes", {}),
 )
-"""Operator, its inputs, its outputs and its attributes."""

@@ -730,8 +730,8 @@ def metadata_entries(
 
 
 _BUILT: dict[tuple[int | None, frozenset[str]], Any] = {}
+# Modules whose import gives torch operators that its table has functions for: without them it is built without.
 _REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"})
-"""Modules whose import gives torch operators that its table has functions for: without them it is built without."""
 
 
 @contextmanager

@@ -168,14 +168,14 @@ def _dequantize(
     return helper.make_node("DequantizeLinear", names, [holder.input[place]], name=name, axis=0)
 
 
+# Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result.
 _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
-"""Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
 _PASSES = PASSES | {"Pad"}
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
+# First opset whose pairs take float16.
 _HALF_OPSET = 19
-"""First opset whose pairs take float16."""
+# Operations that compute in integers if what they consume is quantized.
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
-"""Operations that compute in integers if what they consume is quantized."""
 
 
 def repeat_pairs(proto: onnx.ModelProto, *, everywhere: bool = False) -> int:

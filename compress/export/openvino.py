@@ -74,8 +74,8 @@ def products_apart(proto: onnx.ModelProto) -> int:
     return view.rewrite(apart)
 
 
+# Rank of the products that become one kernel.
 _ROWS = 2
-"""Rank of the products that become one kernel."""
 
 
 def _from_product(tensor: str, view: OnnxGraph, *, any_type: bool) -> bool:
@@ -347,8 +347,8 @@ def _sizes(proto: onnx.ModelProto) -> dict[str, Any]:
     return {v.name: v.type.tensor_type.shape.dim for v in values if v.type.tensor_type.shape.dim}
 
 
+# Operators for which OpenVINO asks for a shape; recurrent ones do so for their states of zeros.
 _COMPUTES_WITH_SIZES = frozenset({"Shape", "Size", "LSTM", "GRU", "RNN"})
-"""Operators for which OpenVINO asks for a shape; recurrent ones do so for their states of zeros."""
 
 
 def biases_apart(proto: onnx.ModelProto) -> int:

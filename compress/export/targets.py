@@ -220,8 +220,8 @@ def _own_constants(proto: onnx.ModelProto, *, integers: bool) -> None:
                 seen.add(node.input[place])
 
 
+# First opset whose QuantizeLinear and DequantizeLinear take INT4, and integers of 16 bits.
 OPSET = 21
-"""First opset whose QuantizeLinear and DequantizeLinear take INT4, and integers of 16 bits."""
 
 
 def pack_int4(proto: onnx.ModelProto) -> int:

@@ -55,8 +55,8 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
     return tuple(opened)
 
 
+# Turns a node into a proxy that records operations on it in the graph, and returns other values as they are.
 Wrap = Callable[[Any], Any]
-"""Turns a node into a proxy that records operations on it in the graph, and returns other values as they are."""
 
 
 def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:

@@ -153,6 +153,7 @@ def _changes(tensor: Tensor) -> int:
 
 _TAKE_FLOAT = "quantize the float model"
 _TAKES_OVER = "compress.from_pytorch_quantization takes it over with its ranges"
+# Packages whose modules quantize, and whose ranges cannot be taken over.
 _OTHERS = (
     "modelopt.torch.quantization",
     "torchao.quantization",
@@ -163,11 +164,10 @@ _OTHERS = (
     "brevitas",
     "optimum.quanto",
 )
-"""Packages whose modules quantize, and whose ranges cannot be taken over."""
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# Modules of torch.ao that compute in float; what prepares them for quantization adds observers, which are refused.
 _STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper", "FloatFunctional", "FXFloatFunctional"})
-"""Modules of torch.ao that compute in float; what prepares them for quantization adds observers, which are refused."""
 
 
 def check_float_model(model: nn.Module) -> None:

@@ -103,8 +103,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
 
 
+# Largest relative error of a rewritten network.
 TOLERANCE = 1e-3
-"""Largest relative error of a rewritten network."""
 _ROUNDING = 2.0**-23  # relative distance of neighbouring float32 numbers
 _REPEATS = 1e-5  # largest relative error of two calls of one network, whose sums a GPU may add in another order
 _AMPLIFIED = 8  # how far beyond one sample of the network's own rounding errors another may be

@@ -24,11 +24,11 @@ from compress.graph.ops import (
     tensor_of,
 )
 
+# Running mean and variance (C,), epsilon, scale and shift (C,) of a BatchNorm.
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
-"""Running mean and variance (C,), epsilon, scale and shift (C,) of a BatchNorm."""
 
+# torch's classes of layers with a weight.
 _LAYERS = tuple(kind for name in WEIGHTED for kind in SPELLINGS[name] if isinstance(kind, type))
-"""torch's classes of layers with a weight."""
 
 
 def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = ()) -> tuple[str, ...]:

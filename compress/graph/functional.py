@@ -62,8 +62,8 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(made)
 
 
+# Names of the arguments of a product, in order.
 _FACTORS = ("input", "mat1", "batch1", "other", "mat2", "batch2")
-"""Names of the arguments of a product, in order."""
 
 
 def products_to_linear(graph_module: fx.GraphModule) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from compress.errors import DataError, ModelError
 from compress.graph.report import report_of
 
+# A tensor, tensors in the order of `forward`, or tensors by the names of its arguments.
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-"""A tensor, tensors in the order of `forward`, or tensors by the names of its arguments."""
 
+# Keys of a mapping that hold targets, which are no inputs.
 TARGET_KEYS = ("labels", "label", "targets", "target")
-"""Keys of a mapping that hold targets, which are no inputs."""
 
 
 class KeywordInputs(tuple[Tensor, ...]):
@@ -172,8 +172,8 @@ class _OnMeta(fx.Interpreter):
         return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
+# Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`.
 Batches = Iterable[Any]
-"""Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:

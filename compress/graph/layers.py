@@ -163,6 +163,7 @@ def _window_attention_macs(node: fx.Node) -> Macs | None:
     return tokens * width * width * 4, tokens * math.prod(window) * width * 2
 
 
+# Formulas; without one the macs of a weighted layer or a product are unknown.
 _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "conv": _weight_macs,
     "conv_transpose": _conv_transpose_macs,
@@ -172,7 +173,6 @@ _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "attention": _attention_macs,
     "window_attention": _window_attention_macs,
 }
-"""Formulas; without one the macs of a weighted layer or a product are unknown."""
 
 
 def alive_after(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, set[fx.Node]]]:

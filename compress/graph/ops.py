@@ -39,8 +39,8 @@ Category = Literal[
     "unknown",
 ]
 
+# As `data_inputs`: any number.
 MANY = -1
-"""As `data_inputs`: any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ _PASSING = replace(_VIEW, category="passing", elementwise=True)
 _SHAPE = Traits(category="shape")
 _GRAPH = Traits(category="graph", data_inputs=0)
 
+# The traits of every kind.
 TRAITS: Mapping[str, Traits] = MappingProxyType(
     {
         "conv": _WEIGHTED,
@@ -206,7 +207,6 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "unknown": Traits(category="unknown", data_inputs=MANY),
     }
 )
-"""The traits of every kind."""
 
 
 def kinds(condition: Callable[[Traits], bool]) -> frozenset[str]:
@@ -218,21 +218,22 @@ def kinds(condition: Callable[[Traits], bool]) -> frozenset[str]:
     return frozenset(kind for kind, traits in TRAITS.items() if condition(traits))
 
 
+# Operations with a weight of their own.
 WEIGHTED = kinds(lambda t: t.category == "weighted")
-"""Operations with a weight of their own."""
 
+# Operations that return their input in evaluation mode.
 PASSING = kinds(lambda t: t.category == "passing")
-"""Operations that return their input in evaluation mode."""
 
+# Operations whose result is a mean of elements of their input.
 AVERAGES = frozenset({"avg_pool", "adaptive_avg_pool", "mean"})
-"""Operations whose result is a mean of elements of their input."""
 
+# Operations that compute with sizes, not with the values of activations.
 SHAPES = kinds(lambda t: t.category == "shape")
-"""Operations that compute with sizes, not with the values of activations."""
 
 
 Spelling = type[nn.Module] | Callable[..., object] | str
 
+# Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods.
 SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d),
     "conv_transpose": (
@@ -333,8 +334,9 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "compare": (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
     "assert": (torch._assert,),
 }
-"""Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods."""
 
+# Modules and functions that torch.fx does not enter, by their bare name. They are of torchvision, timm, `graph.trace`
+# and `graph.spelled`.
 _BY_NAME = {
     "StochasticDepth": "dropout",
     "DropPath": "dropout",
@@ -348,9 +350,6 @@ _BY_NAME = {
     "quick_gelu": "quick_gelu",
     "new_zeros": "zeros",
 }
-"""Modules and functions that torch.fx does not enter, by their bare name.
-
-They are of torchvision, timm, `graph.trace` and `graph.spelled`."""
 
 _ATTRIBUTES = {
     **dict.fromkeys(("shape", "ndim", "device", "dtype"), "shape"),
@@ -363,8 +362,8 @@ _FUNCTIONS: dict[object, str] = {
     s: kind for kind, row in SPELLINGS.items() for s in row if not isinstance(s, (type, str))
 }
 
+# Methods whose result depends on a tensor's shape and type alone.
 METHODS_OF_SHAPE = frozenset(method for method, kind in _METHODS.items() if kind in SHAPES)
-"""Methods whose result depends on a tensor's shape and type alone."""
 
 
 def altered(module: nn.Module) -> str:

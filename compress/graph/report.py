@@ -37,8 +37,8 @@ class GraphReport:
     for_training: bool = False
 
 
+# The key of a graph module's `meta` under which torch looks up attributes that copies keep.
 _PRESERVED = "_user_preserved_attributes"
-"""The key of a graph module's `meta` under which torch looks up attributes that copies keep."""
 
 
 class ReportedModule(fx.GraphModule):
@@ -114,8 +114,8 @@ def name_blocks(graph_module: nn.Module) -> None:
             graph_module.set_submodule(path, block)
 
 
+# Attributes that torch.fx and `attach_report` write on a graph module; no submodule may have such a name.
 ATTRIBUTES = frozenset({"meta", "report", "placement"})
-"""Attributes that torch.fx and `attach_report` write on a graph module; no submodule may have such a name."""
 
 
 def attach_report(graph_module: fx.GraphModule, report: GraphReport) -> None:

@@ -36,10 +36,10 @@ KNOWN: dict[str, Callable[..., Tensor]] = {
     "quick_gelu": quick_gelu,
     "softplus": F.softplus,
 }
+# Where activations are compared.
 AT = torch.linspace(-6, 6, 49)
-"""Where activations are compared."""
+# Largest difference to a known activation: constants such as 1.4142 are written with few digits.
 _SAME = 1e-4
-"""Largest difference to a known activation: constants such as 1.4142 are written with few digits."""
 _MOST = 12
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "square"})
 _TELLING = frozenset({"sigmoid", "hardsigmoid", "softplus", "tanh", "relu6", "clamp", "erf"})
@@ -164,8 +164,8 @@ def activations_in_one(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(replaced)
 
 
+# Axes of an operand in the order of a product's; None is one that it does not have, of size 1.
 Axes = tuple[int | None, ...]
-"""Axes of an operand in the order of a product's; None is one that it does not have, of size 1."""
 
 
 @dataclass(frozen=True)

@@ -546,11 +546,11 @@ def _stateless(node: fx.Node, root: nn.Module) -> bool:
     return node.op in {"call_function", "call_method"}
 
 
+# Modules of torch.nn that are traced into, because they are networks and not layers.
 _NETWORKS = (
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
-"""Modules of torch.nn that are traced into, because they are networks and not layers."""
 
 
 class Tracer(fx.Tracer):
@@ -992,8 +992,8 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
     return graph_module
 
 
+# Torch's message for a method of a tensor that gets a proxy as its first size and numbers as the others.
 _SIZES_APART = "takes 1 positional argument but"
-"""Torch's message for a method of a tensor that gets a proxy as its first size and numbers as the others."""
 
 
 def _with_leaves(

@@ -29,24 +29,24 @@ from compress.graph.spelled import AT
 
 WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
 
+# Operators that move the elements of their first input.
 MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_quantization)
-"""Operators that move the elements of their first input."""
 
+# Operators whose result is quantized if their first input is; of a Concat, if all are.
 PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
-"""Operators whose result is quantized if their first input is; of a Concat, if all are."""
 
+# Standard operators that have graphs as attributes.
 _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Standard operators that have graphs as attributes."""
 
+# Operators whose results are not fixed, although they read nothing.
 RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
-"""Operators whose results are not fixed, although they read nothing."""
 
+# Bytes of constants, of four each number, that shape inference may look at; larger ones are weights.
 SMALL_CONSTANT = 1 << 16
-"""Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
+# Metadata entry of a file of another program that was changed, and not quantized, which has an entry of its own.
 WRITTEN_KEY = "compress.written"
-"""Metadata entry of a file of another program that was changed, and not quantized, which has an entry of its own."""
 _OWN = (b"\x12\x08compress", b"compress.target", WRITTEN_KEY.encode())  # the first: the producer of exported files
 _UNMARKED = (".tflite", ".pte")  # hold no mark of who wrote them
 
@@ -177,8 +177,8 @@ class OnnxGraph:
         replace_nodes(self.graph, nodes)
 
 
+# Returns the nodes in the place of one, which it may change; None = it stays.
 Rule = Callable[[onnx.NodeProto, OnnxGraph], list[onnx.NodeProto] | None]
-"""Returns the nodes in the place of one, which it may change; None = it stays."""
 
 
 def each_node(rule: Rule) -> Callable[[onnx.ModelProto], int]:
@@ -203,8 +203,8 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
 
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Greater", "Where"})
+# Functions that spelled activations have inside.
 TELLING = frozenset({"Sigmoid", "HardSigmoid", "Softplus", "Erf", "Tanh", "Clip"})
-"""Functions that spelled activations have inside."""
 
 
 class OnnxForm:
@@ -407,11 +407,11 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE_POOLS: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+# Names of `F.interpolate` by the mode of a Resize.
 INTERPOLATIONS: dict[str, dict[int, str]] = {
     "linear": {1: "linear", 2: "bilinear", 3: "trilinear"},
     "cubic": {2: "bicubic"},
 }
-"""Names of `F.interpolate` by the mode of a Resize."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,12 +58,12 @@ from compress.quantization.report import CalibrationReport
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 
+# Channels of a block, with AVX-512 and without.
 BLOCKS = (16, 8)
-"""Channels of a block, with AVX-512 and without."""
 
 _COPY = "ReorderOutput"
+# Bytes of places that are kept for the next piece of the same size.
 _REMEMBERED = 1 << 28
-"""Bytes of places that are kept for the next piece of the same size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,14 +246,14 @@ def _extremes(group: NDArray[np.float32], channels: int) -> NDArray[np.float32]:
     return np.stack(found)[:, :channels]
 
 
+# Bytes of results that a piece has at most, and the images that it has in any case.
 _PIECE, _LEAST = 1 << 26, 3
-"""Bytes of results that a piece has at most, and the images that it has in any case."""
+# Bytes of results up to which several pieces are computed at a time.
 _MEMORY = 1 << 30
-"""Bytes of results up to which several pieces are computed at a time."""
+# Pieces that are computed at a time at most: their statistics are drawn by one interpreter.
 _AT_ONCE = 8
-"""Pieces that are computed at a time at most: their statistics are drawn by one interpreter."""
+# Change that other images beside it may make in an image's tensors, relative to their largest value: rounding.
 _SAME = 1e-4
-"""Change that other images beside it may make in an image's tensors, relative to their largest value: rounding."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -334,18 +334,18 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], at_once: int
 
 
 _TASK = "calibrate"
+# Ranges that are chosen at a time, so that no processor waits where torch has one thread.
 _THREADS = 8
-"""Ranges that are chosen at a time, so that no processor waits where torch has one thread."""
 
+# Bytes of weights that are written beside an optimized graph.
 _MOST_WEIGHTS = 1 << 30
-"""Bytes of weights that are written beside an optimized graph."""
 
+# Types that torch reads as they are.
 _PLAIN = (np.float32, np.float16)
-"""Types that torch reads as they are."""
 
 AnySession = FloatSession | BlockedSession
+# Statistics of the tensors of a piece, by quantizer and tensor.
 Parts = dict[tuple[str, str], Any]
-"""Statistics of the tensors of a piece, by quantizer and tensor."""
 
 
 def calibrate_graph(

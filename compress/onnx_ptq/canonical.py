@@ -47,10 +47,10 @@ from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_resu
 from compress.support.process import core_count
 
 _DOMAIN = "com.microsoft"
+# Domains of operators in the layout of one machine.
 _LAYOUTS = frozenset({"com.microsoft.nchwc", "com.ms.internal.nhwc"})
-"""Domains of operators in the layout of one machine."""
+# Attributes that the numbers of a fused activation are.
 _ACTIVATIONS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta")}
-"""Attributes that the numbers of a fused activation are."""
 _SINCE = {"Gelu": 20, "LayerNormalization": 17}
 _FUSED_LAYERS = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 
@@ -73,8 +73,8 @@ def open_fused(source: SourceFile) -> list[str]:
     return [f"{kinds} of ONNX Runtime's optimizer are written as ONNX's own operators"] if kinds else []
 
 
+# An operator, its inputs, its result and its attributes; a result such as `.sum` gets a name after the whole's.
 Step = tuple[str, Sequence[str], str, Mapping[str, Any]]
-"""An operator, its inputs, its result and its attributes; a result such as `.sum` gets a name after the whole's."""
 
 
 class _Opening:
@@ -184,8 +184,8 @@ class _Opening:
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
 _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity"})
+# Elements of external data that are read into the model.
 _SMALL = 1 << 20
-"""Elements of external data that are read into the model."""
 
 
 def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]:
@@ -317,8 +317,8 @@ def open_attention(source: SourceFile) -> int:
     return index.rewrite(opened)
 
 
+# A score whose exponential is zero, which every float type holds.
 _MASKED = -(2.0**14)
-"""A score whose exponential is zero, which every float type holds."""
 
 
 def _is_plain_attention(node: onnx.NodeProto, kinds: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
@@ -531,11 +531,11 @@ def _is_shape(name: str, index: Index) -> bool:
     return node is not None and node.op_type == "Shape"
 
 
+# Largest change of an output, relative to its largest value, that a rewriting of the float graph may make.
 _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
-"""Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
 
+# Change that rounding alone may make, of probabilities near zero for example.
 _ROUNDING = 1e-6
-"""Change that rounding alone may make, of probabilities near zero for example."""
 
 
 def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:

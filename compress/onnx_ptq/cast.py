@@ -34,13 +34,13 @@ from compress.onnx_ptq.write import other_file, save_model
 from compress.quantization.ptq.on_images import parts_in_memory
 from compress.support.meters import decibel
 
+# Signal to noise of the outputs below which further operations stay float32.
 GOAL_DB = {"fp16": 40.0, "bf16": 25.0}
-"""Signal to noise of the outputs below which further operations stay float32."""
+# Opsets that are asked for: the first with scales of half precision, and the first with bfloat16 convolutions.
 OPSETS = {"fp16": 19, "bf16": 22}
-"""Opsets that are asked for: the first with scales of half precision, and the first with bfloat16 convolutions."""
 
+# Rounds in which further operations are left float32, and how many in each.
 _ROUNDS, _WORST = 6, 8
-"""Rounds in which further operations are left float32, and how many in each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,15 +25,15 @@ from compress.onnx_ptq.canonical import copied, name_nodes
 from compress.onnx_ptq.source import QUANTIZED, Index, SourceFile, check_float, load_source
 from compress.onnx_ptq.write import other_file, save_model
 
+# Operators that compute the same of integers and of what they stand for, and those that are rewritten.
 _READS_INTEGERS = (PASSES - {"Cast"}) | QUANTIZED | {"ArgMax", "ArgMin", "Shape", "Size", "Resize", "Upsample"}
-"""Operators that compute the same of integers and of what they stand for, and those that are rewritten."""
 _POSITIVE = onnx_operators(lambda t: t.non_negative == "always")
 _KEEPS_SIGN = onnx_operators(lambda t: t.non_negative == "if inputs are") | PASSES | {"Split", "Identity"}
 _UNARY = {"QLinearSigmoid": "Sigmoid", "QLinearLeakyRelu": "LeakyRelu", "QLinearSoftmax": "Softmax"}
 _POOLS = {"QLinearAveragePool": "AveragePool", "QLinearGlobalAveragePool": "GlobalAveragePool"}
 _BINARY = {"QLinearAdd": "Add", "QLinearMul": "Mul", "QLinearMatMul": "MatMul"}
+# Places of the second operand's scale and zero point, and of the bias.
 _DYNAMIC = {"DynamicQuantizeMatMul": (2, 3, 4), "MatMulIntegerToFloat": (3, 5, 6)}
-"""Places of the second operand's scale and zero point, and of the bias."""
 _INTEGER = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
 
 
@@ -76,11 +76,11 @@ class _Lifting:
         name_nodes(source.proto.graph)
         self.source, self.graph, self.index = source, source.proto.graph, Index(source)
         self.nodes: list[onnx.NodeProto] = []
+        # Scale and zero point of the tensors of integers that now hold floats.
         self.real: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-        """Scale and zero point of the tensors of integers that now hold floats."""
         self.constants: dict[tuple[Any, ...], str] = {}
+        # Tensors that are never negative, as far as the graph tells, and inputs, whose sign the images decide.
         self.positive: set[str] = {value.name for value in self.graph.input}
-        """Tensors that are never negative, as far as the graph tells, and inputs, whose sign the images decide."""
 
     def lift(self) -> None:
         for node in self.graph.node:

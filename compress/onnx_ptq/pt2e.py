@@ -40,8 +40,9 @@ _DEQUANTIZE_WEIGHT = "quantized_decomposed.dequantize_per_channel.default"
 _PAIR_LIBRARIES = ("quantized_decomposed.", "torchao.")
 _READ = frozenset({_QUANTIZE, _DEQUANTIZE, _DEQUANTIZE_WEIGHT, _DEQUANTIZE_WEIGHT.replace("dequantize", "quantize")})
 _LAYERS = frozenset(f"aten.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "linear"))
+# Activations that a backend fuses into the layer before them.
 _BOUNDED = frozenset({"aten.relu", "aten.hardtanh", "aten.relu6", "aten.clamp"})
-"""Activations that a backend fuses into the layer before them."""
+# Operators whose results hold only numbers of their input, or 0.
 _MOVES = frozenset(
     f"aten.{name}"
     for name in [
@@ -71,11 +72,10 @@ _MOVES = frozenset(
         "alias",
     ]
 )
-"""Operators whose results hold only numbers of their input, or 0."""
+# Further arguments of a padding by 0, which every grid has.
 _PADS = ((), ("constant",), ("constant", None), ("constant", 0.0))
-"""Further arguments of a padding by 0, which every grid has."""
+# Below this signal to noise a file computes something else; random deep networks have 15 or more.
 _LOWEST_DB = 5.0
-"""Below this signal to noise a file computes something else; random deep networks have 15 or more."""
 
 
 @alone

@@ -673,10 +673,10 @@ def _other_placement(name: str) -> QuantizationError:
 
 T = TypeVar("T")
 
+# Operators that a positive factor for each channel passes.
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
-"""Operators that a positive factor for each channel passes."""
+# Batches that are looked at where they cannot be split into images.
 _BATCHES = 8
-"""Batches that are looked at where they cannot be split into images."""
 
 
 def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
@@ -789,8 +789,8 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
     return True
 
 
+# A node, the place of an input, and the new value of that constant, or the factor of an input that is computed.
 _Change = tuple[onnx.NodeProto, int, NDArray[np.float32]]
-"""A node, the place of an input, and the new value of that constant, or the factor of an input that is computed."""
 
 
 def _absorbed(index: Index, reading: Reading, group: Group, factor: NDArray[np.float32]) -> list[_Change] | None:

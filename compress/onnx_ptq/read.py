@@ -47,8 +47,8 @@ class Compound:
     input: str
 
 
+# Returns the compound that begins, or has its most telling node, at a node.
 Finder = Callable[[onnx.NodeProto, Index], Compound | None]
-"""Returns the compound that begins, or has its most telling node, at a node."""
 
 
 def find_compounds(index: Index) -> list[Compound]:
@@ -155,8 +155,8 @@ _FINDERS: dict[str, Finder] = {
 }
 
 
+# Axis, first index, and index after the last.
 Span = tuple[int, int, int]
-"""Axis, first index, and index after the last."""
 
 
 def find_parts(index: Index, shapes: Shapes) -> dict[str, Span]:

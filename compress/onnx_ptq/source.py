@@ -54,15 +54,16 @@ from compress.onnx_graph import (
     without_weights,
 )
 
+# Opsets that are read.
 OLDEST, NEWEST = 6, 25
-"""Opsets that are read."""
 
+# Elements of the largest tensor that is taken for real, 8 GB in float32.
 MOST_ELEMENTS = 1 << 31
-"""Elements of the largest tensor that is taken for real, 8 GB in float32."""
 
+# Operations of a graph whose functions are inlined.
 MOST_OPERATIONS = 1 << 20
-"""Operations of a graph whose functions are inlined."""
 
+# Operators of files that are quantized already.
 QUANTIZED = frozenset(
     {
         "QuantizeLinear",
@@ -93,11 +94,10 @@ QUANTIZED = frozenset(
         "GatherBlockQuantized",
     }
 )
-"""Operators of files that are quantized already."""
 
 
+# Domain of operators that a raise of the opset leaves as they are.
 _ASIDE = "compress.aside"
-"""Domain of operators that a raise of the opset leaves as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,12 +294,12 @@ def _check_functions(path: Path, proto: onnx.ModelProto) -> None:
 
 
 _ERRORS_ONLY = 3
+# Bytes of constants that stay in the model of a session.
 _SMALL = 1 << 10
-"""Bytes of constants that stay in the model of a session."""
+# Types of weights that a session reads where they are.
 _PLAIN = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
-"""Types of weights that a session reads where they are."""
+# Domains whose operators ONNX Runtime knows beside the standard ones.
 _RUNTIMES = frozenset({"com.microsoft", "com.ms.internal.nhwc", "ai.onnx.ml"})
-"""Domains whose operators ONNX Runtime knows beside the standard ones."""
 
 
 def unknown_to_runtime(source: SourceFile) -> dict[str, str]:
@@ -535,10 +535,11 @@ def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(value.astype(wanted, copy=False)).reshape(value.shape)  # a number stays one
 
 
+# Bounds of a trial on one batch; the memory includes the libraries.
 SECONDS, BYTES = 20, 8 << 30
-"""Bounds of a trial on one batch; the memory includes the libraries."""
 
 _LOOPS = frozenset({"Loop", "Scan"})
+# Inputs that decide about the size of a result.
 _SIZES = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
@@ -557,12 +558,11 @@ _SIZES = {
     "AffineGrid": (1,),
     "Col2Im": (0, 1),
 }
-"""Inputs that decide about the size of a result."""
+# Operators by which exporters compute sizes from sizes.
 _OF_SIZES = frozenset({"Shape", "Size", "Constant", "Identity", "Cast", "Gather", "Slice", "Concat", "Unsqueeze"}) | {
     *("Squeeze", "Reshape", "Add", "Sub", "Mul", "Div", "Mod", "Min", "Max", "Floor", "Ceil", "Sqrt", "Equal"),
     *("Where", "Neg", "ReduceProd"),
 }
-"""Operators by which exporters compute sizes from sizes."""
 _FACTOR = 1 << 20
 
 _CODE = """
@@ -640,17 +640,17 @@ def _small(tensor: onnx.TensorProto) -> bool:
     return value.dtype.kind not in "iuf" or not value.size or bool(np.abs(value.astype(np.float64)).max() < _FACTOR)
 
 
+# Types that QuantizeLinear takes.
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
-"""Types that QuantizeLinear takes."""
 
 Shapes = dict[str, tuple[int, ...]]
 Types = dict[str, int]
 
+# Operators whose result may be of any size that the file states; they are run to learn small constants only.
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Pad", "OneHot", "EyeLike"})
-"""Operators whose result may be of any size that the file states; they are run to learn small constants only."""
 
+# Elements of the largest result of such an operator that is computed: its size is known before.
 _COMPUTED = 1 << 22
-"""Elements of the largest result of such an operator that is computed: its size is known before."""
 
 
 class Index(OnnxGraph):
@@ -785,11 +785,11 @@ def elements(shape: tuple[int, ...] | None) -> int:
     return 0 if shape is None else math.prod(shape)
 
 
+# Rounds of inference, each with the values that follow from the shapes of the round before.
 _ROUNDS = 4
-"""Rounds of inference, each with the values that follow from the shapes of the round before."""
 
+# Elements that every tensor may have, and elements for each element of the inputs.
 _LARGE, _GROWTH = 1 << 28, 1 << 10
-"""Elements that every tensor may have, and elements for each element of the inputs."""
 
 
 def inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:

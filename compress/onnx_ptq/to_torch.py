@@ -53,14 +53,14 @@ from compress.onnx_ptq.source import (
     open_batch,
 )
 
+# What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is.
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
-"""What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
+# Names of modules themselves, and what torch.fx makes the name of a module's result, beside its own `self`.
 _TAKEN = frozenset(dir(nn.Module())) | {"self", "Self", "_self"}
-"""Names of modules themselves, and what torch.fx makes the name of a module's result, beside its own `self`."""
+# A size: a number, or the batch times a number.
 Size = int | fx.Node
-"""A size: a number, or the batch times a number."""
+# What computes a tensor of the file: an operation or a number; for several outputs a list.
 Value = fx.Node | float | list[fx.Node]
-"""What computes a tensor of the file: an operation or a number; for several outputs a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,6 +416,7 @@ def _filled(module: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
     return module
 
 
+# Converters of operators with parameters.
 LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Value]] = {
     "Conv": convolution,
     "ConvTranspose": transposed,
@@ -428,7 +429,6 @@ LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Value]] = {
     "RMSNormalization": rms_norm,
     "PRelu": prelu,
 }
-"""Converters of operators with parameters."""
 
 
 Converter = Callable[[Builder, onnx.NodeProto], Value]
@@ -729,6 +729,7 @@ def _pair(operator_name: str) -> Converter:
 
 _INTEGERS = {np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16")}
 
+# Converters of operators without parameters.
 OPERATORS: dict[str, Converter] = {
     "QuantizeLinear": _pair("quantize_per_tensor"),
     "DequantizeLinear": _pair("dequantize_per_tensor"),
@@ -821,14 +822,13 @@ OPERATORS: dict[str, Converter] = {
     "Dropout": _passed,
     "Reciprocal": _reciprocal,
 }
-"""Converters of operators without parameters."""
 
 
+# The lowest opset whose operators are known; files of older ones are raised.
 OPSET = 13
-"""The lowest opset whose operators are known; files of older ones are raised."""
 
+# Largest difference between network and file, relative to an output's largest value.
 _CHANGED = 1e-3
-"""Largest difference between network and file, relative to an output's largest value."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,9 @@ from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tens
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 
 _FLOAT8 = TensorProto.FLOAT8E4M3FN
+# Elements of a weight that are quantized at a time: below the grain of most of torch's operations, which one thread
+# then computes; `torch.round` alone has a smaller one.
 _BLOCK = (1 << 15) - 64
-"""Elements of a weight that are quantized at a time: below the grain of most of torch's operations, which one thread
-then computes; `torch.round` alone has a smaller one."""
 
 
 def insert_pairs(
@@ -200,10 +200,10 @@ def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor
     return result
 
 
+# Bytes of a file of one piece, less than protobuf's limit of 2 GiB.
 _LARGEST = (1 << 31) - (1 << 20)
-"""Bytes of a file of one piece, less than protobuf's limit of 2 GiB."""
+# Bytes of tensors that always stay in the model itself: shapes, axes, scales.
 _INSIDE = 1024
-"""Bytes of tensors that always stay in the model itself: shapes, axes, scales."""
 _ALIGNED = 4096
 
 

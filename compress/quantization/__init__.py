@@ -32,16 +32,16 @@ Kind = Literal["int", "e4m3"]
 BiasCorrection = Literal["auto", "analytic", "empirical"]
 Head = Literal["auto", "float", "quantize"]
 
+# Widths of integers that quantizers, calibrators and exports know; activations alone have up to `WIDEST`.
 LEAST_BITS, MOST_BITS, WIDEST = 2, 8, 16
-"""Widths of integers that quantizers, calibrators and exports know; activations alone have up to `WIDEST`."""
 Bits = Annotated[int, Field(ge=LEAST_BITS, le=MOST_BITS)]
 ActivationBits = Annotated[int, Field(ge=LEAST_BITS, le=WIDEST)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
+# `any` follows no engine: inputs and weights of products alone, as papers on low bits do.
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""`any` follows no engine: inputs and weights of products alone, as papers on low bits do."""
 T = TypeVar("T")
+# Another word for a target: LiteRT's kernels are XNNPACK's, and one table serves them and ExecuTorch's.
 _SAME: dict[str, Target] = {"xnnpack": "litert"}
-"""Another word for a target: LiteRT's kernels are XNNPACK's, and one table serves them and ExecuTorch's."""
 
 
 @dataclass(frozen=True, kw_only=True)

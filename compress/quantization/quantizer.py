@@ -21,8 +21,8 @@ from compress.graph.modules import Named
 from compress.graph.ops import altered, calls_alike, tensor_of
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax, zero_of
 
+# Name in a state_dict of the lowest value that a quantizer holds; older files have none.
 LOWEST = "lowest"
-"""Name in a state_dict of the lowest value that a quantizer holds; older files have none."""
 
 
 class Collector(Protocol):

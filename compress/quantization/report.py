@@ -13,11 +13,11 @@ from compress.quantization.placement.decisions import Placement
 
 DEFAULT_CALIBRATOR = ActivationSpec().calibrator
 
+# Signal to noise, in dB, of outputs that are zeros.
 _RETURNS_ZEROS = 0.5
-"""Signal to noise, in dB, of outputs that are zeros."""
 
+# Mean and standard deviation of each channel, (C,) each.
 Moments = tuple[Tensor, Tensor]
-"""Mean and standard deviation of each channel, (C,) each."""
 
 
 @dataclass(frozen=True, kw_only=True)

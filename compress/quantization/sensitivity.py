@@ -296,17 +296,17 @@ def targets_of(batch: Any, inputs: int) -> list[Any]:
     return []
 
 
+# The format of a layer that is not quantized.
 FLOAT = "float"
-"""The format of a layer that is not quantized."""
 
+# A number for each layer and format: table[layer][format].
 Table = Mapping[str, Mapping[str, float]]
-"""A number for each layer and format: table[layer][format]."""
 
+# Times that a limit on the noise is lowered.
 _LOWERED = 10
-"""Times that a limit on the noise is lowered."""
 
+# A number for each option of each layer.
 _Rows = Sequence[NDArray[np.float64]]
-"""A number for each option of each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -593,16 +593,16 @@ def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Subset
         return None
 
 
+# Signal to noise below which a tensor of the quantized network diverges from the float network's.
 LEAST_DB = 20.0
-"""Signal to noise below which a tensor of the quantized network diverges from the float network's."""
 
 _DIAGNOSING = "diagnose"
+# Images that the noise of single layers is measured on, and of the pass over all tensors.
 _IMAGES, _WATCHED = 16, 32
-"""Images that the noise of single layers is measured on, and of the pass over all tensors."""
+# Largest range over the median (of weights' and of activations' channels), or over the least of several tensors.
 _WEIGHT_RATIO, _CHANNEL_RATIO, _TENSOR_RATIO = 8.0, 16.0, 8.0
-"""Largest range over the median (of weights' and of activations' channels), or over the least of several tensors."""
+# Share of a quantizer's noise that values beyond its range make; share of nonzero values that become zero.
 _CLIPPED_NOISE, _ZEROED = 0.5, 0.5
-"""Share of a quantizer's noise that values beyond its range make; share of nonzero values that become zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -883,16 +883,16 @@ def _ratio(ranges: Tensor) -> float:
 
 
 _MENDING = "mend"
+# Layers for which other formats than float are tried.
 _NOISIEST = 16
-"""Layers for which other formats than float are tried."""
+# Least gain for which a change of the whole network is kept.
 _GAIN_DB = 1.0
-"""Least gain for which a change of the whole network is kept."""
+# Noise over signal that counts at most.
 _MOST_NOISE = 1e6
-"""Noise over signal that counts at most."""
+# The format that a layer has already.
 _BASE = "base"
-"""The format that a layer has already."""
+# Kind of activations whose ranges no histogram of integers chooses.
 _FP8 = "e4m3"
-"""Kind of activations whose ranges no histogram of integers chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)

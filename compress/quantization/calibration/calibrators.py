@@ -50,8 +50,8 @@ from compress.quantization.calibration.histogram import (
 )
 from compress.quantization.numerics import QuantFormat
 
+# A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number.
 SMALLEST_AMAX = 2.0**-118
-"""A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number."""
 
 
 class Calibrator(ABC):

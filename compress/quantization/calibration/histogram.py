@@ -46,11 +46,11 @@ from torch.nn.functional import pad
 from compress.errors import CalibrationError
 from compress.kernels.histogram import Watch, collect_amax, takes
 
+# First bin that `mse` and `entropy` may clip at.
 START_BIN = 128
-"""First bin that `mse` and `entropy` may clip at."""
 
+# Tolerance of `mse` in calibration (0.0004 dB): nearly equal ranges differ by engine in the last digits.
 NEAR_TIE = 1e-4
-"""Tolerance of `mse` in calibration (0.0004 dB): nearly equal ranges differ by engine in the last digits."""
 
 _GATHERED = 1 << 18  # cumulative sums looked up at a time: 2 MiB of float64
 _COARSE = 16  # candidates from one to the next that `mse` looks at first
@@ -241,13 +241,13 @@ def _divergence(sums: _Sums, row: Tensor, threshold: Tensor, at_edge: Tensor, be
     return (reference - quantized) / total - total.log() + sums.mass.take(offset + threshold).log()
 
 
+# Elements that are searched for the largest, and then sampled while the cache holds them.
 LOOK = 1 << 18
-"""Elements that are searched for the largest, and then sampled while the cache holds them."""
 
+# Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU.
 _SAMPLED, _THINNEST = 1 << 17, 13
-"""Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU."""
+# Stretches after which the random numbers of the sample repeat: a prime, which no image width divides.
 _STRATA = 2503
-"""Stretches after which the random numbers of the sample repeat: a prime, which no image width divides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,11 +346,11 @@ def _places(every: int) -> NDArray[np.intp]:
     return place.numpy().astype(np.intp)
 
 
+# Bins that the first batch is spread over.
 BINS = 2048
-"""Bins that the first batch is spread over."""
 
+# Bins of one tensor before neighbours are merged.
 MAX_BINS = 8192
-"""Bins of one tensor before neighbours are merged."""
 
 _BLOCK = (1 << 15) - 64  # elements counted at a time: below torch's grain, so that no operation waits for its threads
 _SHARE = 1 << 18  # elements that are worth a thread

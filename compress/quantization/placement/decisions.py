@@ -21,17 +21,17 @@ from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.targets import TABLES, TAKES_APART
 from compress.quantization.placement.view import GraphView, Node
 
+# Beginning of the reason of a concat whose inputs do not share a scale.
 FAR_APART = "its inputs have scales of their own: on calibration images their ranges are far apart"
-"""Beginning of the reason of a concat whose inputs do not share a scale."""
+# Reason of a layer that stays float for that.
 CLOSED = "its branch is zero on every calibration image"
-"""Reason of a layer that stays float for that."""
 MASKED = "it consumes infinity, as masks have it"
+# Beginning of the reason of a product that stays float for that.
 POOR_PRODUCT = "in 8 bits its result has"
-"""Beginning of the reason of a product that stays float for that."""
+# Beginnings of the reasons of what calibration images decided, beyond the rules of a specification.
 MEASURED = (CLOSED, MASKED, FAR_APART, POOR_PRODUCT)
-"""Beginnings of the reasons of what calibration images decided, beyond the rules of a specification."""
+# Reason of a rule with `channel_scales`.
 SCALED = "its input is multiplied by a factor for each channel"
-"""Reason of a rule with `channel_scales`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ def measured_rule(match: str, reason: str) -> Rule:
 
 
 T = TypeVar("T")
+# Largest over smallest range of tensors with one scale, of which the smallest has another consumer.
 _APART = 3.0
-"""Largest over smallest range of tensors with one scale, of which the smallest has another consumer."""
 
 
 class ClosedError(DeadTensorError):

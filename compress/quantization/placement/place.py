@@ -40,8 +40,8 @@ _MOVED = PASSING | kinds(lambda t: t.category == "movement")
 _DECODING = kinds(lambda t: t.category == "arithmetic") | {"sigmoid", "softmax", "softplus", "tanh"}
 _CONVOLUTIONS = frozenset({"conv", "conv_transpose"})
 
+# Share of the multiply-accumulates from which on last convolutions at one resolution are no head of the network.
 _MOST_OF_A_HEAD = 0.5
-"""Share of the multiply-accumulates from which on last convolutions at one resolution are no head of the network."""
 _EXPECTATION = (
     "a product with a softmax's result takes the mean of a distribution (DFL of YOLO's boxes): small probabilities "
     "that 8 bits drop move the box"
@@ -470,8 +470,8 @@ def _weight_site(node: Node, spec: WeightSpec, table: TargetTable) -> WeightSite
     return WeightSite(path=node.path, format=quant_format, spec=spec)
 
 
+# Operations that do not keep a layer and the add apart.
 _PASSED = PASSING | {"batch_norm"}
-"""Operations that do not keep a layer and the add apart."""
 
 
 def depths(nodes: Iterable[Node]) -> dict[Node, int]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from compress.graph.ops import TRAITS, Traits
 from compress.graph.report import Leaf
 
+# Biases of no smaller magnitude are masks, if they are far from the others.
 _MASK = 1e4
-"""Biases of no smaller magnitude are masks, if they are far from the others."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,8 +120,8 @@ def of_inputs(view: GraphView) -> set[Node]:
     return found
 
 
+# Categories of operations whose results are no lower than the lowest of their inputs, or than a padding zero.
 _KEEP = frozenset({"movement", "join", "pool", "passing"})
-"""Categories of operations whose results are no lower than the lowest of their inputs, or than a padding zero."""
 
 
 def never_negative(view: GraphView) -> set[Node]:

@@ -32,8 +32,8 @@ from compress.quantization.ptq.walk import Visit, on_images
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Correction, Moments, placement_of
 
+# Largest number of images for the empirical correction.
 IMAGES = 256
-"""Largest number of images for the empirical correction."""
 
 
 @dataclass(frozen=True, kw_only=True)

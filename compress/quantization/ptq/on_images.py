@@ -49,34 +49,32 @@ from compress.quantization.ptq.rescaling import (
 from compress.quantization.ptq.walk import on_images, tensors_of
 
 T = TypeVar("T")
+# Makes a function that runs the float network on an image and returns the tensors of these names, float32.
 Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]
-"""Makes a function that runs the float network on an image and returns the tensors of these names, float32."""
 
+# For linear layers and for convolutions: signal to noise of a result below which scales are tried, the gain that is
+# worth one, and the strengths that are tried. More of them for convolutions gave PP-OCRv4 2 dB on OpenVINO and took 1
+# dB on ONNX Runtime, which rounds the results of convolutions too.
 POOR_DB, GAIN_DB = (45.0, 34.0), (0.5, 1.0)
 STRENGTHS = ((0.4, 0.55, 0.7, 0.85, 0.95), (0.5, 0.7, 0.95))
-"""For linear layers and for convolutions: signal to noise of a result below which scales are tried, the gain that is
-worth one, and the strengths that are tried. More of them for convolutions gave PP-OCRv4 2 dB on OpenVINO and took 1 dB
-on ONNX Runtime, which rounds the results of convolutions too.
-"""
+# Signal to noise below which a product of two activations stays float: DINOv2's with a softmax have 16 to 26 dB, and
+# its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46, and the poorest takes 0.6
+# dB.
 FLOAT_DB = 33.0
-"""Signal to noise below which a product of two activations stays float: DINOv2's with a softmax have 16 to 26 dB, and
-its class token 19 dB with them in 8 bits, 26 in float; its other products have 32 to 46, and the poorest takes 0.6 dB.
-"""
+# Gain that is worth a multiplication, where nothing before a torch model's layer can be scaled, as after a GELU.
 PRODUCT_DB = 2.0
-"""Gain that is worth a multiplication, where nothing before a torch model's layer can be scaled, as after a GELU."""
 _MULTIPLY = ("openvino", "onnxruntime")  # networks for GPUs are trained fused, which a multiplication would part
+# Largest range of a channel over the median of all from which convolutions are tried.
 OUTLIER = 3.0
-"""Largest range of a channel over the median of all from which convolutions are tried."""
+# A channel counts as at least the median over this: images that were not seen may be louder there.
 QUIET = 4.0
-"""A channel counts as at least the median over this: images that were not seen may be louder there."""
 _CROP, _ROWS, _LOUD = 32, 1024, 2
+# Sampled rows of the inputs of a linear layer from which its channels are scaled and its range is clipped: the largest
+# of a few rows are no range of those to come (8 rows of 192 normal values: 41 dB on them, 19 on others; 31 without).
 _LEAST_ROWS = 256
-"""Sampled rows of the inputs of a linear layer from which its channels are scaled and its range is clipped: the largest
-of a few rows are no range of those to come (8 rows of 192 normal values: 41 dB on them, 19 on others; 31 without).
-"""
 _PRODUCT_IMAGES = 8
+# Bytes of the tensors of one image that are in memory at a time.
 _BYTES = 1 << 30
-"""Bytes of the tensors of one image that are in memory at a time."""
 
 
 def looks_at_layers(spec: QuantSpec) -> bool:
@@ -367,15 +365,15 @@ def _noise(wanted: Tensor, found: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 Image = TypeVar("Image")
 
+# The other operand of a sum or product (first) with a tensor (second), if it is a constant.
 Constant = Callable[[Node, Node], Tensor | None]
-"""The other operand of a sum or product (first) with a tensor (second), if it is a constant."""
 
+# Images whose values decide about zero points and biases.
 LOOKED_AT = 16
-"""Images whose values decide about zero points and biases."""
+# Share of the range that is left for images that were not looked at.
 MARGIN = 1 / 16
-"""Share of the range that is left for images that were not looked at."""
+# Largest share of the negative range in the positive one for which a zero point is worth it.
 GAIN = 0.75
-"""Largest share of the negative range in the positive one for which a zero point is worth it."""
 
 
 def place_on_images(
@@ -457,10 +455,10 @@ def _flat_for(node: Node, user: Node, result: float, constant: Constant) -> floa
     return float((result / value).min()) if bool((value > 0).all()) else -math.inf
 
 
+# Operations that a positive factor for each channel passes.
 _THROUGH = PASSING | {"relu", "leaky_relu"}
-"""Operations that a positive factor for each channel passes."""
+# Those that it passes where channels are the second axis.
 _POOLS = frozenset({"max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool"})
-"""Those that it passes where channels are the second axis."""
 
 
 @dataclass(frozen=True, kw_only=True)

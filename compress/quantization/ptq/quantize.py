@@ -287,13 +287,13 @@ def _apart(
     return concats_apart(read_fx(graph_module), placement, dict(zip(shared, ranges.tolist(), strict=True)))
 
 
+# Largest number of images that are compared.
 COMPARED_IMAGES = 64
-"""Largest number of images that are compared."""
+# Largest number of shapes of calibration batches on which the graph is compared with the model.
 SHAPES = 4
-"""Largest number of shapes of calibration batches on which the graph is compared with the model."""
+# The same for ranges, and the least loss that a note is for: other measures than the error cost decibels that a
+# classifier need not miss.
 RANGE_IMAGES, RANGE_MARGIN_DB = 16, 3.0
-"""The same for ranges, and the least loss that a note is for: other measures than the error cost decibels that a
-classifier need not miss."""
 
 _OFF: dict[str, Any] = {
     "relu6": "keep",
@@ -305,8 +305,8 @@ _OFF: dict[str, Any] = {
 }
 
 
+# Values that are chosen layer by layer, and so not compared.
 _DEFAULTS = {"smooth": "auto", "bias_correction": "auto"}
-"""Values that are chosen layer by layer, and so not compared."""
 
 
 def methods(spec: QuantSpec) -> tuple[str, ...]:

@@ -150,9 +150,9 @@ def column_factor(weight: Tensor, factor: Tensor, groups: int) -> Tensor:
     return columns.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
 
+# Functions with f(s x) = s f(x) for s > 0; those of the second line work on images, with channels on axis 1.
 _POINTWISE = kinds(lambda t: t.scales_linearly and t.elementwise and t.data_inputs == 1)
 _SPATIAL = kinds(lambda t: t.scales_linearly and t.passes_channels) | {"mean", "flatten"}
-"""Functions with f(s x) = s f(x) for s > 0; those of the second line work on images, with channels on axis 1."""
 
 _ROUNDS, _CONVERGED = 200, 1e-4
 

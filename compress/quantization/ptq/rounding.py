@@ -45,8 +45,8 @@ from compress.quantization.quantizer import Quantizer, _QuantWeight, quantizers,
 from compress.quantization.report import Reconstruction, Rounding
 from compress.support.progress import NoProgress, Progress
 
+# Images that are gathered from at a time.
 _IMAGES = 16
-"""Images that are gathered from at a time."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def _gathered(layer: nn.Conv2d, x: Tensor, places: Tensor, width: int) -> Tensor
     return windows.flatten(0, 1).permute(0, 3, 1, 2)
 
 
+# Steps between looks at whether all roundings are decided.
 CHECK_EVERY = 50
-"""Steps between looks at whether all roundings are decided."""
 _STRETCH, _SHIFT = 1.2, -0.1  # zeta - gamma and gamma of the paper's rectified sigmoid
 
 
@@ -414,8 +414,8 @@ def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.No
             part = []
 
 
+# Images of a step, however many positions each has.
 LEAST_IMAGES = 4
-"""Images of a step, however many positions each has."""
 _CHUNK = 64
 _HARD = 1e-3
 

@@ -115,12 +115,12 @@ def calibration_inputs(qmodel: nn.Module, batches: Iterable[Any], limit: int) ->
 
 T = TypeVar("T")
 
+# Images that are looked at; for scales the even ones measure ranges, the others the error.
 IMAGES = 32
-"""Images that are looked at; for scales the even ones measure ranges, the others the error."""
+# Batches that are looked at where they cannot be split into images.
 _BATCHES = 8
-"""Batches that are looked at where they cannot be split into images."""
+# Errors that torch raises for inputs of the wrong shape or type.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
-"""Errors that torch raises for inputs of the wrong shape or type."""
 
 
 def some_of(batches: Batches) -> tuple[list[Any], Batches]:
