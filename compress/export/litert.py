@@ -388,6 +388,21 @@ class _Converter:
         dtype = dtype if scales is None else np.int16 if scales.bits == 16 else np.int8
         return self.out.tensor(name, shape, dtype, scales)
 
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[int],
+        name: str,
+        shape: Sequence[int],
+        scales: _Scales | None = None,
+        dtype: Any = np.float32,
+        **options: Any,
+    ) -> int:
+        """Add an operator, and return its result, a new tensor."""
+        made = self.new(name, shape, scales, dtype)
+        self.out.operator(op, inputs, [made], **options)
+        return made
+
     def declared(self, name: str) -> np.dtype[Any]:
         """The type of an input or output of the ONNX file, which the LiteRT file keeps."""
         found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.types[name]))
@@ -407,9 +422,8 @@ class _Converter:
         tensor, kind = self.out.graph.tensors[source], self.out.types[dtype]
         if tensor.type == kind:
             return source
-        made = self.new(f"{tensor.name}/{dtype}", tensor.shape, dtype=dtype)
-        self.out.operator("CAST", [source], [made], inDataType=tensor.type, outDataType=kind)
-        return made
+        kinds = {"inDataType": tensor.type, "outDataType": kind}
+        return self.add("CAST", [source], f"{tensor.name}/{dtype}", tensor.shape, dtype=dtype, **kinds)
 
     def shape(self, name: str) -> tuple[int, ...]:
         value = self.value(name)
@@ -572,9 +586,8 @@ class _Converter:
             return name
         if wide not in self.scales:
             self.scales[wide], self.shapes[wide] = held.widened(), self.shape(name)
-            made = self.new(wide, self.placed(self.shape(name), last), self.scales[wide])
-            self.out.operator("QUANTIZE", [self.get(name, last=last, integers=True)], [made])
-            self.forms[wide, last, True] = made
+            read, shape = self.get(name, last=last, integers=True), self.placed(self.shape(name), last)
+            self.forms[wide, last, True] = self.add("QUANTIZE", [read], wide, shape, self.scales[wide])
         return wide
 
     def _alias(self, name: str, source: str) -> None:
@@ -635,10 +648,10 @@ class _Converter:
     ) -> None:
         """Add an operator that computes a whole chain, with integers as its result if the chain has scales."""
         shape = self.shape(node.output[0])
-        made = self.new(node.name or node.output[0], self.placed(_image(shape) if last else shape, last), chain.scales)
         if chain.fused:
             options["fusedActivationFunction"] = chain.fused
-        self.out.operator(op, inputs, [made], **options)
+        placed = self.placed(_image(shape) if last else shape, last)
+        made = self.add(op, inputs, node.name or node.output[0], placed, chain.scales, **options)
         self.finish(chain, made, shape, last)
 
     def finish(self, chain: _Chain, made: int, shape: Sequence[int], last: bool) -> None:
@@ -694,8 +707,7 @@ class _Converter:
         if chain.narrow is not None:
             wide, chain.scales = made, chain.narrow
             tensor = self.out.graph.tensors[wide]
-            made = self.new(f"{tensor.name}/narrow", tensor.shape, chain.scales)
-            self.out.operator("QUANTIZE", [wide], [made])
+            made = self.add("QUANTIZE", [wide], f"{tensor.name}/narrow", tensor.shape, chain.scales)
         for reader in chain.readers:
             self.done.add(reader.output[0])
             self.scales[reader.output[0]] = chain.scales
@@ -904,9 +916,9 @@ def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
         c.image(source, integers=weight.scales is not None),
         _bias(c, c.given(node, 2), arranged, channels, source),
     ]
-    made = c.new(node.name, [out[0], *whole, channels], chain.scales)
     options = {"strideH": window.strides[0], "strideW": window.strides[1], "fusedActivationFunction": fused}
-    c.out.operator("TRANSPOSE_CONV", inputs, [made], padding=int(c.fb.Padding.VALID), **options)
+    options["padding"] = int(c.fb.Padding.VALID)
+    made = c.add("TRANSPOSE_CONV", inputs, node.name, [out[0], *whole, channels], chain.scales, **options)
     if list(out[2:]) != whole:
         cut = c.new(f"{node.name}/cut", c.placed(out, True), chain.scales)
         c.out.operator("SLICE", [made, c.numbers([0, *starts, 0]), c.numbers(c.placed(out, True))], [cut])
@@ -1304,8 +1316,7 @@ def _pool(c: _Converter, op: str, read: int, result: str, window: Window, paddin
     (height, width), (rows, columns) = window.kernel, window.strides
     options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
     scales, shape = c.scales[result] if integers else None, c.shape(result)
-    made = c.new(result, c.placed(_image(shape), True), scales)
-    c.out.operator(op, [read], [made], padding=padding, kind="Pool2D", **options)
+    made = c.add(op, [read], result, c.placed(_image(shape), True), scales, padding=padding, kind="Pool2D", **options)
     made, last = c.of_image(made, shape, scales)
     c.forms[result, last, integers] = made
 
@@ -1347,8 +1358,8 @@ def _reduce(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) 
     shape = c.shape(node.output[0])
     if left != sorted(left):  # channels come last there: put what is left into its order
         by = {a: shape[i] for i, a in enumerate(sorted(left))}
-        made = c.new(f"{node.name}/mean", [by[a] for a in left], chain.scales)
-        c.out.operator(op, inputs, [made], kind="Reducer", keepDims=False)
+        sizes = [by[a] for a in left]
+        made = c.add(op, inputs, f"{node.name}/mean", sizes, chain.scales, kind="Reducer", keepDims=False)
         ordered = c.new(node.name, shape, chain.scales)
         c.move(made, ordered, [left.index(a) for a in sorted(left)])
         c.store(chain, ordered, False)
@@ -1469,23 +1480,18 @@ def _normalized(
     """(x - mean) * rsqrt(mean of squares + epsilon) over axes, times and plus the affine tensors."""
     shape = c.shape(node.input[0])
     narrow, places = tuple(1 if i in axes else n for i, n in enumerate(shape)), c.numbers(axes)
-
-    def step(op: str, inputs: Sequence[int], size: Sequence[int], name: str, **options: Any) -> int:
-        made = c.new(f"{node.name}/{name}", size)
-        c.out.operator(op, inputs, [made], **options)
-        return made
-
-    x = c.get(node.input[0], last=False)
-    mean = step("MEAN", [x, places], narrow, "mean", kind="Reducer", keepDims=True)
-    centred = step("SUB", [x, mean], shape, "centred")
-    squares = step("MUL", [centred, centred], shape, "squares")
-    variance = step("MEAN", [squares, places], narrow, "variance", kind="Reducer", keepDims=True)
+    x, name = c.get(node.input[0], last=False), node.name
+    mean = c.add("MEAN", [x, places], f"{name}/mean", narrow, kind="Reducer", keepDims=True)
+    centred = c.add("SUB", [x, mean], f"{name}/centred", shape)
+    squares = c.add("MUL", [centred, centred], f"{name}/squares", shape)
+    variance = c.add("MEAN", [squares, places], f"{name}/variance", narrow, kind="Reducer", keepDims=True)
     epsilon = c.out.constant(np.asarray(attributes.get("epsilon", 1e-5), np.float32))
-    root = step("RSQRT", [step("ADD", [variance, epsilon], narrow, "sum")], narrow, "root")
-    root = step("MUL", [centred, root], shape, "normal")
+    above_zero = c.add("ADD", [variance, epsilon], f"{name}/sum", narrow)
+    root = c.add("RSQRT", [above_zero], f"{name}/root", narrow)
+    root = c.add("MUL", [centred, root], f"{name}/normal", shape)
     for op, tensor in zip(("MUL", "ADD"), affine, strict=False):
         if tensor is not None:
-            root = step(op, [root, tensor], shape, op.lower())
+            root = c.add(op, [root, tensor], f"{name}/{op.lower()}", shape)
     c.forms[node.output[0], False, False] = root
 
 

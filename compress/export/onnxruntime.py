@@ -34,42 +34,38 @@ _QUANTIZED_ALONE = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _ROOM = 2.0**30  # largest bias in steps: half of what INT32 holds, so that float32 scales may be inexact
 
 
-def room_for_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Raise scales of INT8 weights whose layer's bias would not fit into INT32; return the names of the nodes.
+@each_node
+def room_for_biases(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Raise scales of INT8 weights whose layer's bias would not fit into INT32.
 
     Biases are added as INT32 in steps of input scale * weight scale. A channel whose weights are close to zero
     (training leaves such dead channels) has a tiny scale, and its bias may take more steps than INT32 holds: a wrong
     number, without an error. A weight moves by at most half a new step, and all weights of the channel together by a
     ten-millionth of the bias for each input.
     """
-    view = OnnxGraph(proto.graph)
-    return tuple(node.name for node in proto.graph.node if _make_room(node, view))
-
-
-def _make_room(node: onnx.NodeProto, view: OnnxGraph) -> bool:
     found = _bias(node, view)
     if found is None:
-        return False
+        return None
     source, dequantize = _scale(node.input[0], view), view.dequantizer(node.input[1], MOVES)
     if source is None or dequantize is None:
-        return False
+        return None
     bias = view.array(found[0].input[found[1]])
     q, scale = (view.array(name) for name in dequantize.input[:2])
     if bias is None or q is None or scale is None or q.dtype != np.int8 or scale.dtype != np.float32:
-        return False
+        return None
     if bias.ndim != 1 or scale.shape not in {(), bias.shape}:
-        return False
+        return None
     steps = np.maximum(np.abs(bias.astype(np.float64)) / _ROOM, np.finfo(np.float32).tiny) / source
     needed = (steps if scale.ndim else steps.max()).astype(np.float32)
     if (scale >= needed).all():
-        return False
+        return None
     wider = np.maximum(scale, needed)
     axis = attribute(dequantize, "axis", 1)
     ratio = (scale / wider).reshape([-1 if i == axis else 1 for i in range(q.ndim)] if scale.ndim else ())
     values = {"q": np.round(q * ratio).astype(np.int8), "scale": wider}
     for i, (part, value) in enumerate(values.items()):
         dequantize.input[i] = view.add_constant(added_constant(dequantize.name, part), value)
-    return True
+    return [node]
 
 
 @each_node

@@ -213,10 +213,6 @@ def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
     return result
 
 
-def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
-    return iter([proxy[i] for i in range(len(value))])
-
-
 @contextmanager
 def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
     """Let builtins and functions of torch that refuse symbolic values take proxies; restores them afterwards.
@@ -639,7 +635,9 @@ class Tracer(fx.Tracer):
         return super().to_bool(obj) if self.values is None else bool(self.values.known(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return super().iter(obj) if self.values is None else unrolled(obj, self.values.known(obj.node))
+        if self.values is None:
+            return super().iter(obj)
+        return iter([obj[i] for i in range(len(self.values.known(obj.node)))])
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (

@@ -3,7 +3,7 @@
 Where 8 bits cost the result of a layer much, its inputs are divided by s_j and its weights of channel j multiplied by
 s_j, as in SmoothQuant (Xiao et al., arXiv 2211.10438, equation 4), in convolutions too. The strength is the one with
 the smallest error on images that the ranges were not measured on. In torch models the division is in the parameters of
-what makes the tensor, or a multiplication; `onnx_ptq.on_images` does the same to files.
+what makes the tensor, or a multiplication; `onnx_ptq.quantize` does the same to files.
 
 Negative values that images have decide whether integers without a sign begin below zero.
 """

@@ -256,7 +256,10 @@ class _Work:
         own = canonical_graph(model, self.example_inputs) if changed else one
         check_shapes(model, own, sample, self.example_inputs)
         for other in yardstick:
-            beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=self.all_reduce)
+            options: dict[str, Any] = {"all_reduce": self.all_reduce, "images": RANGE_IMAGES}
+            names = (spec.activations.calibrator,)
+            beside = compare_with_plain(model, judged, other, sample.first, names, **options)
+            beside = replace(beside, margin_db=RANGE_MARGIN_DB)
             take_ranges(judged, replace(calibration_of(judged), compared=beside))
         seen |= {target: calibration_of(qmodel) for target, qmodel in found.items()}
 
@@ -377,21 +380,6 @@ def check_shapes(model: nn.Module, graph_module: nn.Module, sample: FirstBatches
                 f"the sizes or values of its inputs, and the graph does as for inputs of {shapes_text(example)}; "
                 "give example_inputs of the shapes that are used, or a forward that does the same for all"
             )
-
-
-def compare_ranges(
-    model: nn.Module,
-    qmodel: nn.Module,
-    usual: nn.Module,
-    batches: Iterable[Any],
-    spec: QuantSpec,
-    *,
-    all_reduce: bool,
-) -> Comparison:
-    found = compare_with_plain(
-        model, qmodel, usual, batches, (spec.activations.calibrator,), all_reduce=all_reduce, images=RANGE_IMAGES
-    )
-    return replace(found, margin_db=RANGE_MARGIN_DB)
 
 
 def kept(qmodel: nn.Module, spec: QuantSpec) -> QuantSpec:
