@@ -635,9 +635,10 @@ class Tracer(fx.Tracer):
         return super().to_bool(obj) if self.values is None else bool(self.values.known(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        proxy: Any = obj
         if self.values is None:
             return super().iter(obj)
-        return iter([obj[i] for i in range(len(self.values.known(obj.node)))])
+        return iter([proxy[i] for i in range(len(self.values.known(obj.node)))])
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
