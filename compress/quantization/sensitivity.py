@@ -41,7 +41,7 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.compare import Noise, module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, Batches, Inputs, flat_tensors, model_inputs
-from compress.graph.layers import layers
+from compress.graph.layers import Layer, layers
 from compress.graph.ops import PASSING, WEIGHTED, layer_name, node_kind, node_module, tensor_of, walk
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.decisions import Placement
@@ -541,15 +541,8 @@ def sensitivity(
     rows = {name: row for name, row in (known or {}).items() if name in subsets}
     left = [name for name in subsets if name not in rows]
     for name in tracked(progress or NoProgress(), _MEASURING, left, done=len(rows)):
-        layer, (alone, left_out) = facts[name], map(probe.effect, subsets[name])
-        rows[name] = LayerSensitivity(
-            layer=name,
-            kind=layer.kind,
-            weight_elements=layer.weight_elements,
-            macs=None if layer.macs is None else layer.macs // len(flat_tensors(example_inputs)[0]),
-            alone=alone,
-            left_out=left_out,
-        )
+        effects = map(probe.effect, subsets[name])
+        rows[name] = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *effects)
         if keep is not None:
             keep(rows[name])
     return Sensitivity(
@@ -559,6 +552,17 @@ def sensitivity(
         rows=tuple(rows[name] for name in subsets),
         metric=probe.judge.name,
         unit=probe.judge.unit,
+    )
+
+
+def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) -> LayerSensitivity:
+    return LayerSensitivity(
+        layer=name,
+        kind=layer.kind,
+        weight_elements=layer.weight_elements,
+        macs=None if layer.macs is None else layer.macs // images,
+        alone=alone,
+        left_out=left_out,
     )
 
 
