@@ -17,6 +17,7 @@ import itertools
 import keyword
 import operator
 import os
+import random
 import re
 import sys
 import threading
@@ -35,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -42,6 +44,7 @@ from compress.errors import CompressWarning, ModelError
 from compress.graph.compare import (
     alone,
     check_stateless,
+    own_copy,
     equal,
     first_difference,
     fresh,
@@ -430,8 +433,12 @@ LEFT_OUT = (
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
-    with restored(model):  # modes are attributes
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards, and random numbers too."""
+    device = device_of(model)
+    with restored(model), contextlib.ExitStack() as stack:  # modes are attributes
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         model.train()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -441,11 +448,10 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
     """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
-    device = device_of(model)
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     results = []
     for network in (model, graph_module):
-        with training_mode(network), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with training_mode(network), torch.no_grad():
             torch.manual_seed(0)
             try:
                 result = run_with(network.forward, copies_of(inputs))
@@ -719,6 +725,8 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(f"{name} has no shape before the model's first call: call the model once on an example")
         if tensor.is_meta:
             raise ModelError(
                 f"{name} is on the meta device, where tensors have no values: give the model its weights first "
@@ -777,7 +785,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         propagate_shapes(graph_module, inputs)
         return graph_module
     _check_names(model)
-    model = copy.deepcopy(_Attention(model) if type(model) is nn.MultiheadAttention else model).eval()
+    model = own_copy(_Attention(model) if type(model) is nn.MultiheadAttention else model)
     reference = _results_and_hooks(model, inputs)
     models = [model]
     if check_stateless(model, inputs):
@@ -1002,8 +1010,12 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
     return graph_module
 
 
-_SIZES_APART = "takes 1 positional argument but"
-"""Torch's message for a method of a tensor that gets a proxy as its first size and numbers as the others."""
+_ADVICE = {
+    "takes 1 positional argument but": "give the sizes as one tuple, or register the tensor as a buffer",
+    "Proxy' object has no attribute": "write x.shape for x.__getattribute__('shape')",
+    "<class 'generator'>": "return a list of what it yields",
+}
+"""What to do, by a part of the message of torch or Python; the first is of a proxy as one of several sizes."""
 
 
 def _with_leaves(
@@ -1023,9 +1035,8 @@ def _with_leaves(
                     continue
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 if not tracer.failed or tracer.failed in leaves:
-                    advice = "move the part that depends on values into a submodule, which then becomes a leaf"
-                    if _SIZES_APART in reason:
-                        advice = "give the sizes as one tuple, or register the tensor as a buffer"
+                    usual = "move the part that depends on values into a submodule, which then becomes a leaf"
+                    advice = next((advice for part, advice in _ADVICE.items() if part in reason), usual)
                     raise ModelError(
                         f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); "
                         f"{advice}{_parts_of(model)}"
