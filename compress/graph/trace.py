@@ -44,10 +44,10 @@ from compress.errors import CompressWarning, ModelError
 from compress.graph.compare import (
     alone,
     check_stateless,
-    own_copy,
     equal,
     first_difference,
     fresh,
+    own_copy,
     relative_error,
     restored,
     run_model,
@@ -433,12 +433,8 @@ LEFT_OUT = (
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards, and random numbers too."""
-    device = device_of(model)
-    with restored(model), contextlib.ExitStack() as stack:  # modes are attributes
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
+    with restored(model):  # modes are attributes
         model.train()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -452,7 +448,7 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
     results = []
     for network in (model, graph_module):
         with training_mode(network), torch.no_grad():
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # the numbers of numpy and Python go on: a branch that they decide is seen
             try:
                 result = run_with(network.forward, copies_of(inputs))
             except Exception:  # a model can fail in any way
@@ -721,12 +717,12 @@ _LIBRARIES = frozenset({"torch", "transformers", "timm", "accelerate", "peft"})
 
 
 def check_module(model: object) -> None:
-    """Refuse (ModelError) anything that is not a module, and weights on the meta device."""
+    """Refuse (ModelError) anything that is not a module, and weights without a shape or on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
-            raise ModelError(f"{name} has no shape before the model's first call: call the model once on an example")
+            raise ModelError(f"{name} has no shape yet (a lazy module): run the model once before")
         if tensor.is_meta:
             raise ModelError(
                 f"{name} is on the meta device, where tensors have no values: give the model its weights first "
@@ -753,7 +749,18 @@ class _Attention(nn.Module):
         return self.attention(*inputs, **named)
 
 
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Restore the generators of torch, numpy and Python, from which a model's forward may draw."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        yield
+
+
 @alone
+@_random_numbers_kept()
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 
