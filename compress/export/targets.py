@@ -33,6 +33,7 @@ from compress.export.openvino import (
     extremes_apart,
     flat_gathers,
     float_averages,
+    holds_pairs,
     joins_apart,
     orders_in_two,
     products_apart,
@@ -181,6 +182,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
 def finish_for(proto: onnx.ModelProto, target: str) -> None:
     """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied."""
     if target == "openvino":
+        repeat_pairs(proto, after=holds_pairs)
         signs_apart(proto)
         zero_points_into_biases(proto)
         batches_kept(proto)
