@@ -291,7 +291,7 @@ def _state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
                 content = value._version
             elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
                 # Its version stays where a forward writes to `.data`.
-                content = hash(value.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+                content = hash(value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
             found[f"{path}.{name}".lstrip(".")] = (id(value), content)
     return found
 

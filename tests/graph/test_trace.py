@@ -133,6 +133,7 @@ class Held(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.lock = nn.Conv2d(3, 4, 3), threading.Lock()
+        self.register_buffer("spread", torch.ones(1).expand(4))
         self.cache, self.factors = {"weight": self.conv.weight * 2}, (factor for factor in (1.0, 2.0))
 
     def forward(self, **images):
@@ -140,7 +141,7 @@ class Held(nn.Module):
             images = {name: x * (1 + random.random() * np.random.rand()) for name, x in images.items()}
         with self.lock:
             x = F.dropout(self.conv(images["left"] - images["right"]), 0.5, self.training)
-            return F.conv2d(x, self.conv.weight.mean(1, keepdim=True), groups=4)
+            return F.conv2d(x, self.conv.weight.mean(1, keepdim=True), self.spread, groups=4)
 
 
 def test_what_cannot_be_copied_and_random_numbers_stay_as_they_are():
