@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from compress.errors import AuditError
 from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
-from compress.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of, sort_nodes, subgraphs
+from compress.onnx_graph import (
+    PASSES,
+    WEIGHTED_OPS,
+    OnnxGraph,
+    attribute,
+    bare_outputs,
+    opset_of,
+    sort_nodes,
+    subgraphs,
+)
 from compress.sparsity.parametrization import verify_nm
 from compress.support.imports import any_failure
 
@@ -253,6 +262,7 @@ def _load(path: Path) -> onnx.ModelProto:
     with any_failure(lambda e: AuditError(f"{path} is not a valid ONNX file: {' '.join(str(e).split())[:300]}")):
         proto = onnx.load(path)
         sort_nodes(proto.graph)  # Quark's are in any order, and engines load them
+        bare_outputs(proto.graph)
         onnx.checker.check_model(proto)
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)

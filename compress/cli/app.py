@@ -69,6 +69,7 @@ _COMMANDS = {
     "bench": Entry(
         "compress.cli.bench:bench",
         "Latency of ONNX files on engines, all in turn. With a run folder, its report is updated too.",
+        plan="paths",
     ),
     "inspect": None,
     "sensitivity": Entry(
@@ -108,7 +109,9 @@ _COMMANDS = {
         "Classes, masks or boxes of images, or restored images, by a run's file on an engine.",
         plan="folder",
     ),
-    "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
+    "report": Entry(
+        "compress.cli.report:report", "Write the report of a run folder anew and print its table.", plan="paths"
+    ),
     "doctor": Entry(
         "compress.cli.doctor:doctor",
         "Which engines and devices work here; for each that does not, the reason and what to install.",
@@ -131,10 +134,12 @@ _INSPECT = {
     "onnx": Entry(
         "compress.cli.inspect_file:inspect_onnx",
         "Which operations of an ONNX file are INT8, and why the others are not.",
+        plan="paths",
     ),
     "engine": Entry(
         "compress.cli.inspect_file:inspect_engine",
         "How a built engine runs each layer, the bytes that it moves, and what is wrong with that.",
+        plan="paths",
     ),
     "parity": Entry(
         "compress.cli.inspect_parity:inspect_parity",
@@ -148,6 +153,7 @@ _BUILD = {
     "onnx": Entry(
         "compress.cli.build:build_file",
         "Build a TensorRT or TensorRT-RTX engine of an ONNX file, and print the commands of the same build elsewhere.",
+        plan="paths",
     ),
     "recipe": Entry(
         "compress.cli.build:build_recipe",

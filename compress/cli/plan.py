@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,9 @@ from compress.errors import RunError
 from compress.recipe.tree import Recipe, load_recipe
 from compress.support.text import display, image_size_text
 
-# Of a command: a recipe's whole run, its network alone, or the run folder or the file that is its first argument.
-Plan = Literal["", "run", "network", "folder", "file"]
+# Of a command: a recipe's whole run, its network alone, the run folder or the file that is its first argument, or
+# files and folders that must exist.
+Plan = Literal["", "run", "network", "folder", "file", "paths"]
 
 # Python packages of engines that are not named like them.
 _LIBRARIES = {
@@ -40,6 +42,12 @@ def announce(arguments: Sequence[str], plan: Plan) -> None:
     first = next((word for word in rest[:1] if not word.startswith("-")), None)
     values = {name: found[-1] for name, found in given.items()}
     recipe, folder, model = values.get("recipe"), values.get("from"), values.get("model")
+    paths = takewhile(lambda word: not word.startswith("-"), rest) if plan in {"file", "paths"} else ()
+    for path in (*paths, *given.get("onnx", ())):
+        if not Path(path).exists():
+            raise RunError(f"{path} does not exist: give the path of a file or a folder that does")
+    if plan == "paths":
+        return
     if plan == "folder":
         folder = first
     elif plan == "file":

@@ -310,7 +310,7 @@ def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[T
         if array.dtype.name != tensor.dtype:
             raise EngineError(f"{label}: input {tensor.name!r} is {array.dtype.name}; the engine takes {tensor.dtype}")
         check_shape(tensor, array.shape, label=label)
-        checked[tensor.name] = np.ascontiguousarray(array)
+        checked[tensor.name] = np.ascontiguousarray(array).reshape(array.shape)  # a number stays one
     return checked
 
 

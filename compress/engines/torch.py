@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +24,7 @@ from compress.engines.base import (
 )
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
+from compress.graph.compare import own_copy
 from compress.graph.inputs import named_tensors
 from compress.support.process import restored
 
@@ -76,7 +76,7 @@ class TorchEngine(Engine):
             raise EngineError(f"torch: precision is {precision!r}{near_misses(precision, PRECISIONS)} ({allowed})")
         self._device = _checked_device(device)
         self._precision, self._threads = precision, threads
-        self._module: nn.Module | None = copy.deepcopy(module).eval().to(self._device)
+        self._module: nn.Module | None = own_copy(module).to(self._device)
         self.metadata = {}
         self.inputs = (TensorInfo(name="input", dtype=dtype, shape=(-1, *image_shape)),)
         place = self._device.type if precision is None else f"{self._device.type}, {precision}"

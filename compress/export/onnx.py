@@ -39,7 +39,7 @@ from compress.export.targets import OPSET, clean, finish_for, pads_into_convolut
 from compress.export.tensorrt import scales_on_outputs
 from compress.graph.attention import open_attention
 from compress.graph.canonical import preserve_input
-from compress.graph.compare import alone
+from compress.graph.compare import alone, own_copy
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.modules import bake
@@ -203,7 +203,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
 
     With precision `fp16` scales are those that float16 holds, so that the file can be cast.
     """
-    model = copy.deepcopy(model).eval()
+    model = own_copy(model)
     bare = [name for name, quantizer in quantizers(model) if not quantizer.ready]
     if bare:
         raise ExportError(f"{len(bare)} quantizers have no ranges ({bare[0]}, ...); run compress.calibrate first")

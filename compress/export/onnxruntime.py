@@ -5,7 +5,7 @@ Every pass works on the model in place; `targets` has their order.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -174,13 +174,16 @@ _HALF_OPSET = 19
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
 
 
-def repeat_pairs(proto: onnx.ModelProto, *, everywhere: bool = False) -> int:
+def repeat_pairs(
+    proto: onnx.ModelProto, *, everywhere: bool = False, after: Callable[[onnx.NodeProto], bool] | None = None
+) -> int:
     """Add a pair after each concat, split or flattening of quantized tensors that a layer consumes; return the number.
 
     A pair before such an operation also gives the range of its result, and TensorRT and OpenVINO use it so. ONNX
     Runtime moves pairs through few operations; after all others it takes the tensor for float, and its consumer
     computes in float: 8 of the 26 convolutions of a SqueezeNet. The second pair has the scale of the first, so that no
-    value changes. Results of other moves get one where they have several consumers; all do with `everywhere`.
+    value changes. Results of other moves get one where they have several consumers; all do with `everywhere`, and only
+    those of nodes that fulfil `after`.
     """
     view = OnnxGraph(proto.graph)
     types = _SCALE_TYPES if opset_of(proto) >= _HALF_OPSET else _SCALE_TYPES[:1]
@@ -204,8 +207,8 @@ def repeat_pairs(proto: onnx.ModelProto, *, everywhere: bool = False) -> int:
             first[name] = pair
             if name in wide:
                 continue
-            alone = len(view.consumers.get(name, ())) < 2
-            if not everywhere and ((node.op_type in _MOVED_THROUGH and alone) or name not in wanted):
+            passed = node.op_type in _MOVED_THROUGH and len(view.consumers.get(name, ())) < 2
+            if not everywhere and ((passed if after is None else not after(node)) or name not in wanted):
                 continue
             again = _pair(name, pair, view)
             nodes += again

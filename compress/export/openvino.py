@@ -31,6 +31,12 @@ from compress.onnx_graph import (
 _SMALLEST = {np.dtype(np.float32): np.finfo(np.float32).tiny, np.dtype(np.float16): np.float16(2**-24)}
 
 
+def holds_pairs(node: onnx.NodeProto) -> bool:
+    """True for operations that move values, but through which OpenVINO (2026.4) moves no pair."""
+    dilated = any(step > 1 for step in attribute(node, "dilations", ()))
+    return node.op_type == "SpaceToDepth" or (node.op_type == "MaxPool" and dilated)
+
+
 @each_node
 def bias_shared_convolutions(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Add a bias to every convolution of an INT8 weight that has none and has several consumers.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -32,6 +33,7 @@ from compress.export.openvino import (
     extremes_apart,
     flat_gathers,
     float_averages,
+    holds_pairs,
     joins_apart,
     orders_in_two,
     products_apart,
@@ -135,13 +137,11 @@ def pads_into_convolutions(proto: onnx.ModelProto, value: Values | None = None) 
 
 def _amounts(node: onnx.NodeProto, value: Values) -> list[int] | None:
     """Return what a Pad adds to the spatial axes, in the order of Conv's `pads`; None if it pads anything else."""
-    names = [name for name in node.input[1:] if name]
-    constants = [value(name) for name in names]
-    if attribute(node, "mode", b"constant") != b"constant" or any(c is None for c in constants) or len(names) > 2:
-        return None
-    given = constants[0] if constants else attribute(node, "pads", None)
-    filling = constants[1] if len(constants) > 1 else attribute(node, "value", 0.0)
-    if given is None or (filling is not None and getattr(filling, "size", 1) != 1) or float(filling or 0) != 0:
+    pads, filler, axes = [*node.input[1:], "", "", ""][:3]
+    given = value(pads) if pads else attribute(node, "pads", None)
+    filling = value(filler) if filler else attribute(node, "value", 0.0)
+    constant = attribute(node, "mode", b"constant") == b"constant" and not axes
+    if not constant or given is None or filling is None or np.any(filling):
         return None
     amounts = [int(amount) for amount in given]
     rank = len(amounts) // 2
@@ -182,6 +182,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
 def finish_for(proto: onnx.ModelProto, target: str) -> None:
     """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied."""
     if target == "openvino":
+        repeat_pairs(proto, after=holds_pairs)
         signs_apart(proto)
         zero_points_into_biases(proto)
         batches_kept(proto)

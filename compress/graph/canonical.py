@@ -244,8 +244,6 @@ def _check_forward(name: str, module: nn.Module) -> None:
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
-        if nn.parameter.is_lazy(parameter):
-            raise ModelError(f"{name} has no shape yet (a lazy module): run the model once, then quantize it")
         if type(parameter) is not nn.Parameter:
             kind = f"{type(parameter).__module__}.{type(parameter).__name__}"
             raise QuantizationError(

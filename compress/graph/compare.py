@@ -13,9 +13,10 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pickle import PicklingError
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -222,9 +223,29 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
         ) from error
 
 
+_UNCOPIED = (TypeError, RuntimeError, ValueError, AttributeError, PicklingError)
+
+
+def own_copy(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A deep copy in evaluation mode, with `shared` tensors; what cannot be copied, such as a lock, is shared too."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    try:
+        return copy.deepcopy(model, dict(memo)).eval()
+    except _UNCOPIED:
+        for value in tree_leaves([vars(module) for module in model.modules()]):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()  # computed in an earlier forward, or by a hook
+            elif not isinstance(value, (Tensor, nn.Module)):
+                try:
+                    copy.deepcopy(value)
+                except _UNCOPIED:
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo).eval()
+
+
 def fresh(model: nn.Module) -> nn.Module:
     """A copy that shares the parameters: what its calls leave (caches, counters) stays out of the model."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+    return own_copy(model, model.parameters())
 
 
 def check_stateless(model: nn.Module, example_inputs: Inputs) -> bool:
@@ -270,7 +291,7 @@ def _state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
                 content = value._version
             elif isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
                 # Its version stays where a forward writes to `.data`.
-                content = hash(value.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+                content = hash(value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
             found[f"{path}.{name}".lstrip(".")] = (id(value), content)
     return found
 

@@ -251,6 +251,8 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
     given = {name: value for name, value in batch.items() if name not in TARGET_KEYS and isinstance(value, Tensor)}
     known = _arguments(model)
     arguments = [name for name in known if name in given]
+    if not arguments and inspect.Parameter.VAR_KEYWORD in known.values():
+        arguments = [*given]
     if len(given) < (count := _required(model)):
         raise DataError(_too_few(list(given.values()), count))
     if len(arguments) < len(given):
@@ -261,11 +263,11 @@ def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
     return KeywordInputs({name: given[name] for name in arguments})
 
 
-def _arguments(model: nn.Module) -> list[str]:
-    """Arguments of `forward`; a graph may have renamed them."""
+def _arguments(model: nn.Module) -> dict[str, Any]:
+    """Arguments of `forward` with their kinds; a graph may have renamed them."""
     if isinstance(model, fx.GraphModule):
-        return [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
-    return list(inspect.signature(model.forward).parameters)
+        return {str(node.target): None for node in model.graph.nodes if node.op == "placeholder"}
+    return {name: parameter.kind for name, parameter in inspect.signature(model.forward).parameters.items()}
 
 
 def device_of(model: nn.Module) -> torch.device:

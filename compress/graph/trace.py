@@ -17,6 +17,7 @@ import itertools
 import keyword
 import operator
 import os
+import random
 import re
 import sys
 import threading
@@ -35,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -45,6 +47,7 @@ from compress.graph.compare import (
     equal,
     first_difference,
     fresh,
+    own_copy,
     relative_error,
     restored,
     run_model,
@@ -440,12 +443,11 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
     """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
-    device = device_of(model)
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     results = []
     for network in (model, graph_module):
-        with training_mode(network), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(0)
+        with training_mode(network), torch.no_grad():
+            torch.manual_seed(0)  # the numbers of numpy and Python go on: a branch that they decide is seen
             try:
                 result = run_with(network.forward, copies_of(inputs))
             except Exception:  # a model can fail in any way
@@ -704,10 +706,12 @@ _LIBRARIES = frozenset({"torch", "transformers", "timm", "accelerate", "peft"})
 
 
 def check_module(model: object) -> None:
-    """Refuse (ModelError) anything that is not a module, and weights on the meta device."""
+    """Refuse (ModelError) anything that is not a module, and weights without a shape or on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(f"{name} has no shape yet (a lazy module): run the model once before")
         if tensor.is_meta:
             raise ModelError(
                 f"{name} is on the meta device, where tensors have no values: give the model its weights first "
@@ -734,7 +738,18 @@ class _Attention(nn.Module):
         return self.attention(*inputs, **named)
 
 
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Restore the generators of torch, numpy and Python, from which a model's forward may draw."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        yield
+
+
 @alone
+@_random_numbers_kept()
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 
@@ -766,7 +781,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         propagate_shapes(graph_module, inputs)
         return graph_module
     _check_names(model)
-    model = copy.deepcopy(_Attention(model) if type(model) is nn.MultiheadAttention else model).eval()
+    model = own_copy(_Attention(model) if type(model) is nn.MultiheadAttention else model)
     reference = _results_and_hooks(model, inputs)
     models = [model]
     if check_stateless(model, inputs):
@@ -991,8 +1006,12 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
     return graph_module
 
 
-# Torch's message for a method of a tensor that gets a proxy as its first size and numbers as the others.
-_SIZES_APART = "takes 1 positional argument but"
+# What to do, by a part of the message of torch or Python; the first is of a proxy as one of several sizes.
+_ADVICE = {
+    "takes 1 positional argument but": "give the sizes as one tuple, or register the tensor as a buffer",
+    "Proxy' object has no attribute": "write x.shape for x.__getattribute__('shape')",
+    "<class 'generator'>": "return a list of what it yields",
+}
 
 
 def _with_leaves(
@@ -1012,9 +1031,8 @@ def _with_leaves(
                     continue
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 if not tracer.failed or tracer.failed in leaves:
-                    advice = "move the part that depends on values into a submodule, which then becomes a leaf"
-                    if _SIZES_APART in reason:
-                        advice = "give the sizes as one tuple, or register the tensor as a buffer"
+                    usual = "move the part that depends on values into a submodule, which then becomes a leaf"
+                    advice = next((advice for part, advice in _ADVICE.items() if part in reason), usual)
                     raise ModelError(
                         f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); "
                         f"{advice}{_parts_of(model)}"

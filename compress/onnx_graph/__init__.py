@@ -284,6 +284,15 @@ def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 
+def bare_outputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Outputs without a shape, which ONNX Runtime takes and onnx's checker refuses; they get one without dimensions."""
+    values = [value for value in graph.output if value.type.HasField("tensor_type")]
+    bare = [value for value in values if not value.type.tensor_type.HasField("shape")]
+    for value in bare:
+        value.type.tensor_type.shape.SetInParent()
+    return bare
+
+
 def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a model in which large constants have types and shapes, but no values."""
     model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph

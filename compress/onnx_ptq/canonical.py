@@ -40,6 +40,7 @@ from compress.onnx_graph import (
     drop_unread,
     free_name,
     opset_of,
+    replace_attributes,
     tensors_of,
     without_weights,
 )
@@ -204,6 +205,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     for rewrite, text in (
         (open_einsums, "{} Einsum operations that are products of two matrices are written as MatMul"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
+        (plain_gemms, "the factors, transposed inputs and sums of {} Gemm operations are written apart"),
         (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
         (fold_constants_after_layers, "{} BatchNorm, scale and bias operations are folded into the layers before them"),
         (move_attention_scales, "the factors of query and key of {} attention products are applied after the product"),
@@ -236,9 +238,11 @@ def _read_small(source: SourceFile) -> None:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give nodes unique names, because the table of decisions names layers by them."""
+    """Give nodes unique names, by which the table of decisions names layers; OpenVINO fails on a last input ''."""
     seen: set[str] = set()
     for node in graph.node:
+        while node.input and not node.input[-1]:
+            node.input.pop()
         wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
         node.name = free_name(wanted, seen)
 
@@ -267,6 +271,43 @@ def open_einsums(source: SourceFile) -> int:
         if result != output:
             name = added_tensor(node.name, "order")
             made.append(helper.make_node("Transpose", [result], [output], name=name, perm=order))
+        return made
+
+    return index.rewrite(opened)
+
+
+def plain_gemms(source: SourceFile) -> int:
+    """Write each Gemm of constants without factors, with a bias of one number a column; return how many changed."""
+    index = Index(source)
+
+    def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.op_type != "Gemm" or not index.unchanging.issuperset(node.input[1:]):
+            return None
+        weight, bias = index.value(node.input[1]), index.value("".join(node.input[2:]))
+        if weight is None or (bias is None and len(node.input) > 2):
+            return None
+        alpha, beta, turned = (attribute(node, *given) for given in (("alpha", 1.0), ("beta", 1.0), ("transA", 0)))
+        columns, made, output = weight.shape[attribute(node, "transB", 0) - 1], [node], node.output[0]
+        if (alpha, beta, turned) == (1.0, 1.0, 0) and (bias is None or bias.shape == (columns,)):
+            return None
+        replace_attributes(node, alpha=None, beta=None, transA=None)
+        del node.input[2:]
+        if turned:
+            x = index.free(added_tensor(node.input[0], "turned"))
+            made.insert(0, helper.make_node("Transpose", [node.input[0]], [x], perm=[1, 0]))
+            node.input[0] = x
+        if alpha != 1:
+            node.input[1] = index.add_constant(added_tensor(output, "weight"), (alpha * weight).astype(weight.dtype))
+        if bias is not None:
+            bias = (beta * bias).astype(bias.dtype)
+            row = bias.shape[:-1] in {(), (1,)}
+            bias = np.broadcast_to(bias.reshape(-1), columns) if row else bias
+            added = index.add_constant(added_tensor(output, "bias"), bias)
+            if row:
+                node.input.append(added)
+            else:
+                node.output[0] = index.free(added_tensor(output, "product"))
+                made.append(helper.make_node("Add", [node.output[0], added], [output]))
         return made
 
     return index.rewrite(opened)
@@ -385,8 +426,7 @@ def _folded(layer: onnx.NodeProto, kind: str, after: onnx.NodeProto, index: Inde
     names = [layer.input[1], *([layer.input[2]] if len(layer.input) > 2 else [])]
     if after.op_type != "BatchNormalization" and index.unchanging.isdisjoint(after.input):
         return None
-    plain = kind != "linear" or all(attribute(layer, key, 1.0) == 1.0 for key in ("alpha", "beta"))
-    if not plain or attribute(layer, "transA", 0) or not index.unchanging.issuperset(names):
+    if not index.unchanging.issuperset(names):
         return None
     weight, bias = index.value(names[0]), index.value(names[1]) if len(names) > 1 else None
     if weight is None or weight.dtype.kind != "f" or weight.ndim < 2:

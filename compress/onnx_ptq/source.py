@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper, version_converter
 from onnx.reference import ReferenceEvaluator
+from onnx.shape_inference import InferenceError
 
 from compress.engines.base import (
     Arrays,
@@ -44,6 +45,7 @@ from compress.onnx_graph import (
     OnnxGraph,
     all_nodes,
     attribute,
+    bare_outputs,
     constant_tensor,
     graphs_of,
     inputs_of,
@@ -162,6 +164,7 @@ def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path
     external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))
     _check_valid(path, proto, external, mended=bool(notes))
     _check_functions(path, proto)
+    notes += _without_wrong_shapes(proto)
     return SourceFile(path=path, proto=proto, external=external, notes=notes, ops=libraries)
 
 
@@ -180,13 +183,27 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
             f"the opset is raised from {opset_of(proto)} to {max(newer.values())}, which {', '.join(newer)} need"
         )
         _raise_around(path, proto, newer)
-    bare = [value for value in proto.graph.output if value.type.HasField("tensor_type")]
-    bare = [value for value in bare if not value.type.tensor_type.HasField("shape")]
-    for value in bare:
-        value.type.tensor_type.shape.SetInParent()  # no dimensions, until a run shows how many there are
-    if bare:
+    if bare_outputs(proto.graph):  # no dimensions, until a run shows how many there are
         notes.append("the file's outputs get their number of dimensions")
     return tuple(notes)
+
+
+def _without_wrong_shapes(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Take off the shapes that a valid file states if its nodes compute others, in place; return a sentence if so.
+
+    ONNX Runtime warns of them, and onnx's full check, which every file that is written passes, refuses them.
+    """
+    model = without_weights(proto)
+    model.graph.value_info.extend(proto.graph.value_info)
+    try:
+        onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    except (InferenceError, ValueError) as error:
+        if "existing shape differ" in str(error):  # others are reported where shapes are needed
+            del proto.graph.value_info[:]
+            for value in proto.graph.output:
+                del value.type.tensor_type.shape.dim[:]
+            return ("the file states shapes that its nodes do not compute: they are left out",)
+    return ()
 
 
 def _newer_operators(proto: onnx.ModelProto) -> dict[str, int]:

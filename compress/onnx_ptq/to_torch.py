@@ -158,7 +158,8 @@ class Builder:
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
-        path = free_name(path, self._paths)
+        path = free_name(path, self._paths | self._prefixes)
+        self._paths.add(path)
         self.path[node.name] = path
         *parents, last = path.split(".")
         holder = self.root
@@ -495,6 +496,8 @@ def _clip(b: Builder, node: onnx.NodeProto) -> Value:
     x = b.tensor(node.input[0])
     if (low, high) == (0.0, 6.0):
         return b.call(F.relu6, x)
+    if low is high is None:
+        return x
     return b.call(F.relu, x) if low == 0 and high is None else b.call(torch.clamp, x, min=low, max=high)
 
 
@@ -549,12 +552,12 @@ def _resize(b: Builder, node: onnx.NodeProto) -> Value:
 
 def _pad(b: Builder, node: onnx.NodeProto) -> Value:
     pads = b.whole(node.input[1]) if len(node.input) > 1 else [int(p) for p in attribute(node, "pads", [])]
-    if len(node.input) > 3 and node.input[3]:
-        raise QuantizationError("it pads some axes only")
     mode = {"edge": "replicate"}.get(found := attribute(node, "mode", b"constant").decode(), found)
     value = b.index.number(node.input[2]) if len(node.input) > 2 and node.input[2] else attribute(node, "value", 0.0)
-    rank = len(pads) // 2
-    sides = [size for i in reversed(range(rank)) for size in (pads[i], pads[rank + i])]
+    rank, given = len(b.shapes[node.input[0]]), len(pads) // 2
+    axes = b.whole(node.input[3]) if len(node.input) > 3 and node.input[3] else range(given)
+    both = {axis % rank: (pads[i], pads[given + i]) for i, axis in enumerate(axes)}
+    sides = [size for axis in reversed(range(rank)) for size in both.get(axis, (0, 0))]
     while len(sides) > 2 and sides[-2:] == [0, 0]:
         sides = sides[:-2]
     return b.call(F.pad, b.tensor(node.input[0]), sides, mode, *([value] if mode == "constant" and value else []))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
 from compress.graph.canonical import preserve_input
+from compress.graph.compare import fresh, own_copy
 from compress.graph.inputs import batch_inputs, flat_tensors, hooked
 from compress.graph.ops import WEIGHTED
 from compress.graph.trace import trace
@@ -320,14 +320,14 @@ def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], er
         return any(layers) and all(name in modules for name in layers if name)
     try:
         with torch.no_grad():
-            copy.deepcopy(model).eval()(image)
+            fresh(model)(image)
     except Exception:  # the model itself fails, and the first error has the better message
         return False
     return True
 
 
 def _hooked(model: nn.Module, image: Tensor, layers: Sequence[str | None], reason: str) -> Probe:
-    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    twin = own_copy(model).requires_grad_(False)
     modules = dict(twin.named_modules())
     for name in layers:
         if name and name not in modules:
@@ -550,7 +550,7 @@ def _prepare(
     if options.double or options.device is not None:
         form["device"] = torch.device(options.device or own.device)
         form["dtype"] = torch.float64 if options.double else own.dtype
-        model = copy.deepcopy(model).to(**form)
+        model = own_copy(model).to(**form)
     return make_probe(model, first[:1].to(**form), layers), form
 
 

@@ -7,7 +7,6 @@ The task is that of Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIP
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ModelError, SparsityError
+from compress.graph.compare import own_copy
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
@@ -402,7 +402,7 @@ def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
 def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         left = flat_tensors(reference(*inputs))
-        right = flat_tensors(run_with(copy.deepcopy(model).eval(), inputs))
+        right = flat_tensors(run_with(own_copy(model), inputs))
     return len(left) == len(right) and all(
         a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * max(1.0, float(a.abs().max()))
         for a, b in zip(left, right, strict=True)

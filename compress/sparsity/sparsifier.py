@@ -6,7 +6,6 @@ Second-order saliency is SparseGPT's (Frantar and Alistarh, arXiv 2301.00774, se
 
 from __future__ import annotations
 
-import copy
 import importlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
-from compress.graph.compare import alone
+from compress.graph.compare import alone, own_copy
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, first_inputs, flat_tensors, hooked, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
@@ -105,7 +104,7 @@ def prune_layers(
     """
     progress = progress or NoProgress()
     inputs = calibration_inputs(model, batches, images)
-    work = copy.deepcopy(model).eval()
+    work = own_copy(model)
     results: dict[str, tuple[Tensor, Tensor]] = {}
     rounds = list(_rounds(layers))
     progress.start("hessian", len(rounds) * len(inputs) + len(layers))
@@ -309,7 +308,7 @@ def _ratio(
     progress.start("prune channels", TRIALS)
     for _ in range(TRIALS):
         ratio = (low + high) / 2
-        trial = copy.deepcopy(model)
+        trial = own_copy(model)
         _remove(trial, inputs, ratio, spec)
         got = _macs(trial, inputs)
         if abs(got - target) < abs(nearest - target):

@@ -320,8 +320,6 @@ def _named(contents: Contents, prefix: str) -> dict[str, Tensor]:
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
-        if nn.parameter.is_lazy(value):
-            raise CheckpointError(f"{name} has no shape yet (a lazy module): run the model once, then save it")
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}: only tensors are saved; make it a buffer, or "

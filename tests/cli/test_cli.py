@@ -61,6 +61,8 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
         ("erf", "--model", "resnet50"),
         ("ptq", "--onnx", "net.onnx", "--data", "images", "--target=openvino", "--std", "0.5"),
         ("predict", "runs/nowhere", "a.jpg"),
+        ("report", "runs/nowhere"),
+        ("bench", "net.onnx", "none.onnx"),
     ):
         command = [sys.executable, "-m", "compress", *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
@@ -73,7 +75,9 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     lines = seen["ptq"].splitlines()
     assert lines[1:3] + lines[4:5] == ["data     images", SAID, "engines  OpenVINO"], seen["ptq"]
     assert seen["predict"].startswith("error RunError: runs/nowhere is no run folder")
-    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr  # of `predict`, the last one
+    for name, path in {"report": "runs/nowhere", "bench": "none.onnx"}.items():
+        assert seen[name].startswith(f"error RunError: {path} does not exist"), seen[name]
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr  # of the last one
     assert all("torch was imported" in seen[name] for name in ("qat", "erf", "ptq"))
 
 
@@ -84,8 +88,8 @@ REFUSALS = [
     (("qat", "--recipe", "resnet50", "--set", "qat.epoch=1"), "did you mean 'epochs'"),
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
-    (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
-    (("bench", ":b:.onnx", "--engine", "openvino"), "there is no file :b:.onnx"),
+    (("bench", "none.onnx", "--engine", "openvino"), "none.onnx does not exist"),
+    (("bench", ":b:.onnx", "--engine", "openvino"), ":b:.onnx does not exist"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
     (("qat", "--recipe", "resnet50", "--set", "bench.engines=[ort]"), "did you mean 'onnxruntime'"),
     (("qat", "--recipe", "quickstart", "--out", "/proc/nowhere/run"), "name a place that exists"),

@@ -379,7 +379,7 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
         (("ptq",), "give --recipe, or --onnx FILE and --data"),
         (("ptq", "--onnx", "net.onnx"), "--onnx needs --data"),
         (("ptq", "--onnx", "net.onnx", "--data", "none"), "none does not exist; give a folder of images"),
-        (("ptq", "--onnx", "none.onnx", "--data", "inputs.npz"), "no such file"),
+        (("ptq", "--onnx", "none.onnx", "--data", "inputs.npz"), "none.onnx does not exist"),
         (
             ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--target", "cpu"),
             "--target is 'cpu' (one of: tensorrt",

@@ -239,6 +239,8 @@ IN_INT8 = {
     ),
     "three dimensions": (product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
     "left": (product(lambda x, w, b: w @ x, 7, 6), 1, 2),
+    "dilated pool": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, 1, dilation=2), nn.Conv2d(8, 4, 3)), 2, 2),
+    "unshuffled": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.PixelUnshuffle(2), nn.Conv2d(32, 4, 3)), 2, 2),
 }
 
 
@@ -247,12 +249,14 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     # Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks.
     model, dimensions, count = IN_INT8[case]
     x = torch.randn(2, 3, *[8] * dimensions)
-    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    qmodel = compress.quantize(model.eval(), x, [x], spec=spec)
     path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     assert sum(t in {"u8", "i8"} for t in layer_types(compiled)) == count
     audit = compress.audit_onnx(path)
-    pairs = 2 if case == "transposed, of a concat" else count  # one for the concat
+    # One for a concat, and a second one after a pool that none passes.
+    pairs = {"transposed, of a concat": 2, "dilated pool": 3}.get(case, count)
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, pairs]
     results = qmodel(x)
     for own, found in zip(

@@ -1,6 +1,8 @@
 import copy
 import functools
 import pickle
+import random
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 import compress
-from compress.errors import CalibrationError, CheckpointError, DataError, ModelError
+from compress.errors import CalibrationError, DataError, ModelError
 from compress.graph.canonical import canonical_graph, follow_changes
 from compress.graph.inputs import batch_inputs, bound_to_size, model_inputs
 from compress.graph.report import leaves_of
+from compress.quantization.sensitivity import sqnr
 from compress.sparsity.sparsifier import calibration_inputs
 from compress.training.passes import OutputsOf, outputs_of
 from tests.networks import Net, Opaque, TinyResNet
@@ -123,6 +126,32 @@ def test_the_model_is_left_as_it_was():
     before = copy.deepcopy(model.state_dict())
     compress.trace(model, torch.randn(2, 3, 16, 16))
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+class Held(nn.Module):
+    # Attributes that cannot be copied, among them a tensor that a gradient flows through, and draws in training.
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lock = nn.Conv2d(3, 4, 3), threading.Lock()
+        self.register_buffer("spread", torch.ones(1).expand(4))
+        self.cache, self.factors = {"weight": self.conv.weight * 2}, (factor for factor in (1.0, 2.0))
+
+    def forward(self, **images):
+        if self.training:
+            images = {name: x * (1 + random.random() * np.random.rand()) for name, x in images.items()}
+        with self.lock:
+            x = F.dropout(self.conv(images["left"] - images["right"]), 0.5, self.training)
+            return F.conv2d(x, self.conv.weight.mean(1, keepdim=True), self.spread, groups=4)
+
+
+def test_what_cannot_be_copied_and_random_numbers_stay_as_they_are():
+    model, pair = Held().train(), {"left": torch.randn(2, 3, 8, 8), "right": torch.randn(2, 3, 8, 8)}
+    cached, states = model.cache["weight"], (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    qmodel = compress.quantize(model, pair, [pair])
+    assert sqnr(model.eval()(**pair), qmodel(**pair)) > 20
+    assert model.cache["weight"] is cached and next(model.factors) == 1.0
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert np.array_equal(states[2], np.random.get_state()[1])
 
 
 def test_an_autocast_that_changes_values_is_named():
@@ -313,6 +342,12 @@ def test_a_refusal_names_the_line():
     resizes = GeneralizedRCNNTransform(8, 8, [0.0], [1.0])  # torchvision's own code is not torch's
     with pytest.raises(ModelError, match=r"detection.transform.py:\d+: "):
         compress.trace(resizes, torch.rand(2, 3, 8, 8))
+    for forward, advice in (
+        (lambda self, x: x.flatten(x.__getattribute__("ndim") - 1), "write x.shape for"),
+        (lambda self, x: (part for part in (x, x)), "return a list"),
+    ):
+        with pytest.raises(ModelError, match=advice):
+            compress.trace(Net(forward), torch.randn(2, 3))
 
 
 def test_the_code_of_a_graph_needs_objects_alone():
@@ -382,8 +417,9 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
     ):
         with pytest.raises(ModelError, match=r"[01]\.weight is on the meta device"):
             use()
-    with pytest.raises(CheckpointError, match=r"0\.weight has no shape yet"):
-        compress.save(nn.Sequential(nn.LazyConv2d(4, 3)), tmp_path / "m.safetensors")
+    for use in (lambda lazy: compress.save(lazy, tmp_path / "m.safetensors"), lambda lazy: compress.trace(lazy, x)):
+        with pytest.raises(ModelError, match=r"0\.weight has no shape yet"):
+            use(nn.Sequential(nn.LazyConv2d(4, 3)))
     with pytest.raises(ModelError, match="it was scripted or traced from"):
         compress.receptive_field(torch.jit.freeze(torch.jit.script(nn.Conv2d(3, 4, 3).eval())), x)
     with pytest.raises(ModelError, match=r"is a OptimizedModule, which cannot be traced: give its \._orig_mod"):

@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
+from compress.audit.engine import folded_names, lost_in_runtime
 from compress.errors import CalibrationError, DataError, ExportError
 from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
@@ -159,6 +160,55 @@ def test_a_number_among_the_inputs_stays_one(tmp_path):
     onnx.save(model, tmp_path / "m.onnx")
     data = [{"x": PICTURES[:2, :, :8, :8].copy(), "factor": np.float32(2)}]
     assert open_session(compress.quantize_onnx(tmp_path / "m.onnx", data)).get_inputs()[1].shape == []
+
+
+def stranger():
+    # A file as scripts write them: a Clip without bounds, a number as an input, last inputs that are empty, a Pad of
+    # named axes, and shapes of results that its nodes do not compute.
+    nodes = [
+        helper.make_node("Mul", ["x", "factor"], ["m"]),
+        helper.make_node("Conv", ["m", "w", ""], ["c"], name="w.1_layer"),
+        helper.make_node("Clip", ["c", "", ""], ["k"]),
+        helper.make_node("Pad", ["k", "amounts", "", "axes"], ["p"]),
+        helper.make_node("Conv", ["p", "v"], ["d"], name="w"),
+        helper.make_node("Relu", ["d"], ["r"]),
+        helper.make_node("ReduceMean", ["r", "sides"], ["f"], keepdims=0),
+        helper.make_node("Gemm", ["f", "g", "rows"], ["h"], name="scaled", alpha=0.25, beta=0.5),
+        helper.make_node("Gemm", ["h", "t", "one"], ["i"], name="turned", transA=1, beta=2.0),
+        helper.make_node("Gemm", ["i", "g", ""], ["y"], name="plain"),
+    ]
+    constants = {"w": weights(6, 3, 3, 3), "v": weights(8, 6, 1, 1), "g": weights(8, 8), "t": weights(2, 8)}
+    constants |= {"rows": weights(2, 8), "one": np.float32([[0.5]]), "sides": np.array([-1, -2])}
+    constants |= {"amounts": np.array([1, 0]), "axes": np.array([-1])}
+    model = model_of(nodes, constants, opset=18)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+    model.graph.input.append(helper.make_tensor_value_info("factor", TensorProto.FLOAT, []))
+    model.graph.output.extend([helper.make_tensor_value_info("h", TensorProto.FLOAT, [2, 9]), onnx.ValueInfoProto()])
+    model.graph.output[-1].name = "d"
+    model.graph.output[-1].type.tensor_type.elem_type = TensorProto.FLOAT
+    model.graph.value_info.append(helper.make_tensor_value_info("c", TensorProto.FLOAT, [2, 7, 6, 6]))
+    return model
+
+
+def test_a_file_that_a_script_wrote(tmp_path):
+    onnx.save(stranger(), tmp_path / "m.onnx")
+    feed = {"x": PICTURES[:2, :, :8, :8].copy(), "factor": np.array(2, np.float32)}
+    expected = open_session(tmp_path / "m.onnx", optimize=False).run(["y"], feed)[0]
+    compress.audit_onnx(tmp_path / "m.onnx")
+    network = compress.from_onnx(tmp_path / "m.onnx", tuple(feed.values()))
+    np.testing.assert_allclose(network(*map(torch.from_numpy, feed.values()))[0].detach(), expected, atol=1e-5)
+    assert {"w.1_layer", "w_1"} <= dict(network.named_modules()).keys()  # `w` holds the first
+    for target in ("openvino", "onnxruntime"):
+        spec = compress.QuantSpec(target=target, weights=WEIGHTS)
+        path = compress.quantize_onnx(tmp_path / "m.onnx", [feed], spec=spec, out=tmp_path / "q.onnx")
+        onnx.checker.check_model(str(path), full_check=True)
+        found = open_session(path, optimize=False).run(["y"], feed)[0]
+        more = {"profile": "yes"} if target == "onnxruntime" else {"precision": "f32"}
+        with compress.build_engine(path, target, **more) as engine:
+            assert sqnr(expected, found) > 15 and sqnr(found, engine.run(feed)["y"]) > 20
+            layers = [row.name for row in compress.audit_onnx(path).rows if row.int8]
+            assert {"scaled", "turned", "plain"} <= set(layers)
+            assert not lost_in_runtime(engine.runtime_layers(), layers, folded_names(path))
 
 
 def test_rules_name_nodes(gated):
