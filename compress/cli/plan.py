@@ -21,6 +21,7 @@ Plan = Literal["", "run", "network", "folder", "file"]
 _LIBRARIES = {
     "any": "onnx",
     "litert": "ai_edge_litert",
+    "coreml": "coremltools",
     "tensorrt-rtx": "tensorrt_rtx",
     "tensorrt-lean": "tensorrt_lean",
     "cuda": "torch",

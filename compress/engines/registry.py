@@ -39,6 +39,8 @@ class EngineEntry:
     target: Target | None = None
 
 
+_APPLE = "its files run on iPhones, iPads and Macs; here they are written: compress build onnx FILE --engine coreml"
+
 ENGINES: dict[str, EngineEntry] = {
     "openvino": EngineEntry(
         availability=openvino_engine.availability,
@@ -60,6 +62,11 @@ ENGINES: dict[str, EngineEntry] = {
         )
         for engine in (litert_engine, executorch_engine)
     },
+    "coreml": EngineEntry(
+        availability=lambda: Availability(name="coreml", available=False, reason=_APPLE),
+        instead=_APPLE,
+        target="litert",
+    ),
     "cuda": EngineEntry(
         availability=cuda_engine.availability,
         load=cuda_engine.load,
