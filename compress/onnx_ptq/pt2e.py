@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.data.base import Preprocessing
-from compress.engines.base import TensorInfo, import_library, library_errors
+from compress.engines import coreml
+from compress.engines.base import TensorInfo, library_errors
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
 from compress.export.names import PREPROCESSING_KEY, input_names, output_names
@@ -302,8 +303,7 @@ def export_coreml(
     path = Path(path)
     if path.suffix != ".mlpackage" or (path.exists() and not (path / "Manifest.json").is_file()):
         raise ExportError(f"{path} is no name for a Core ML package, or is there and is none: give NAME.mlpackage")
-    with quiet():  # coremltools tells which parts of Apple's systems are not here
-        ct = import_library("coremltools", "pip install 'compress-vision[coreml]'")
+    ct = coreml.library()
     source = _source_of_8_bits(file, "Core ML")
     metadata = {entry.key: entry.value for entry in source.proto.metadata_props}
     names = [tensor.name for tensor in inputs_of_file(source)]
