@@ -160,6 +160,12 @@ def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
 
 
 # Core ML packages, read by coremltools; torch computes their operators, because nothing else here can.
+
+
+def whole(numbers):
+    return [int(number) for number in numbers]
+
+
 OPERATORS = {
     "add": lambda x, y: x + y,
     "batch_norm": lambda x, mean, variance, gamma, beta, epsilon: F.batch_norm(
@@ -170,21 +176,21 @@ OPERATORS = {
         quantized_data * scale.reshape([-1 if i == axis else 1 for i in range(quantized_data.dim())])
     ),
     "conv": lambda x, weight, bias, strides, pad, groups, **_: F.conv2d(
-        F.pad(x, [int(pad[i]) for i in (2, 3, 0, 1)]), weight, bias, strides.tolist(), groups=int(groups)
+        F.pad(x, [whole(pad)[i] for i in (2, 3, 0, 1)]), weight, bias, whole(strides), groups=int(groups)
     ),
-    "conv_transpose": lambda x, weight, bias, strides, **_: F.conv_transpose2d(x, weight, bias, strides.tolist()),
+    "conv_transpose": lambda x, weight, bias, strides, **_: F.conv_transpose2d(x, weight, bias, whole(strides)),
     "dequantize": lambda input, scale, zero_point=0: (input - zero_point) * scale,
     "linear": F.linear,
-    "max_pool": lambda x, kernel_sizes, strides, **_: F.max_pool2d(x, kernel_sizes.tolist(), strides.tolist()),
+    "max_pool": lambda x, kernel_sizes, strides, **_: F.max_pool2d(x, whole(kernel_sizes), whole(strides)),
     "mul": lambda x, y: x * y,
-    "pad": lambda x, pad, **_: F.pad(x, [int(n) for i in (6, 4, 2, 0) for n in pad[i : i + 2]]),
+    "pad": lambda x, pad, **_: F.pad(x, [n for i in (6, 4, 2, 0) for n in whole(pad)[i : i + 2]]),
     "quantize": lambda input, scale, output_dtype, zero_point=0: (torch.round(input / scale) + zero_point).clamp(
         *((0, 255) if output_dtype == "uint8" else (-128, 127))
     ),
-    "reduce_mean": lambda x, axes, keep_dims: x.mean(axes.tolist(), bool(keep_dims)),
+    "reduce_mean": lambda x, axes, keep_dims: x.mean(whole(axes), bool(keep_dims)),
     "relu": lambda x: x.relu(),
     "sigmoid_hard": lambda x, alpha, beta: (x * alpha + beta).clamp(0, 1),
-    "split": lambda x, split_sizes, axis: x.split(split_sizes.tolist(), int(axis)),
+    "split": lambda x, split_sizes, axis: x.split(whole(split_sizes), int(axis)),
     "thresholded_relu": lambda x, alpha: torch.where(x >= alpha, x, 0),
 }
 
@@ -204,7 +210,7 @@ def computed(function, image):
     return values[function.outputs[0].name].numpy()
 
 
-def scales_of_package(function):
+def scales_of_package(function, name_of):
     # Channels of weights as (scale, integers), pairs as (scale, zero point of int8), and products outside of pairs.
     weights, pairs, apart = set(), set(), []
     for op in function.operations:
@@ -215,7 +221,7 @@ def scales_of_package(function):
         if op.op_type in {"quantize", "dequantize"}:
             integers = op.outputs[0] if op.op_type == "quantize" else op.input
             zero = 0 if op.zero_point is None else int(op.zero_point.val)
-            pairs.add((float(op.scale.val), zero - 128 * (integers.dtype.__name__ == "uint8")))
+            pairs.add((float(op.scale.val), zero - 128 * (name_of(integers.dtype) == "uint8")))
         if op.op_type in {"conv", "conv_transpose", "linear", "matmul"}:
             sources = {var.op.op_type for key, var in op.inputs.items() if key in {"x", "y", "weight"} and var.op}
             last = op
@@ -260,9 +266,9 @@ def test_a_core_ml_package_holds_the_scales_and_integers_of_the_file(network, pr
     package = ct.models.MLModel(str(path), skip_model_load=True)
     spec = package.get_spec()
     function = milproto.load(spec, spec.specificationVersion, package.weights_dir).functions["main"]
-    weights, pairs, apart = scales_of_package(function)
+    weights, pairs, apart = scales_of_package(function, ct.converters.mil.mil.types.builtin_to_string)
     assert (weights, pairs) == scales_of_file(file, np.float32 if precision == "fp32" else np.float16)
-    assert not apart
+    assert not apart and compress.audit_engine(path).share("int8", "uint8") == 1.0
     assert json.loads(spec.description.metadata.userDefined["compress.labels"]) == ["a", "b"]
     (given,), (result,) = spec.description.input, spec.description.output
     assert (given.name, given.type.imageType.width, result.name) == ("input", 16, "logits")
