@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -288,8 +289,8 @@ def export_coreml(
             rounded to float16.
 
     Returns:
-        `path`. Names and metadata are those of the ONNX file. Where the metadata holds the preprocessing of RGB images,
-        the input is an image, normalized inside.
+        `path`. Names (`_` for what is no letter) and metadata are the file's. With the preprocessing of RGB images in
+        the metadata the input is an image, normalized inside.
 
     Raises:
         EngineUnavailableError: coremltools is not installed.
@@ -306,7 +307,7 @@ def export_coreml(
     ct = coreml.library()
     source = _source_of_8_bits(file, "Core ML")
     metadata = {entry.key: entry.value for entry in source.proto.metadata_props}
-    names = [tensor.name for tensor in inputs_of_file(source)]
+    names = [_identifier(tensor.name) for tensor in inputs_of_file(source)]
     pixels = Preprocessing.from_json(metadata[PREPROCESSING_KEY]) if PREPROCESSING_KEY in metadata else None
     if pixels is not None and (batch_size > 1 or len(names) > 1 or pixels.channels != "RGB"):
         pixels = None
@@ -326,10 +327,15 @@ def export_coreml(
         )
         spec = model.get_spec()
         for output, value in zip(list(spec.description.output), source.proto.graph.output, strict=True):
-            ct.utils.rename_feature(spec, output.name, value.name, rename_inputs=False)
+            ct.utils.rename_feature(spec, output.name, _identifier(value.name), rename_inputs=False)
         spec.description.metadata.userDefined.update(metadata)
         _save_package(ct.models.MLModel(spec, weights_dir=model.weights_dir, skip_model_load=True), path)
     return path
+
+
+def _identifier(name: str) -> str:
+    """Return a name as Core ML takes them."""
+    return re.sub(r"^(?=\d)|\W", "_", name, flags=re.ASCII)
 
 
 def _save_package(model: Any, path: Path) -> None:
