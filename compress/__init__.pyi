@@ -26,6 +26,7 @@ from compress.models import ModelSpec as ModelSpec
 from compress.models.by_name import build_model as build_model
 from compress.onnx_ptq.cast import cast_onnx as cast_onnx  # experimental
 from compress.onnx_ptq.dequantize import dequantize_onnx as dequantize_onnx  # experimental
+from compress.onnx_ptq.pt2e import export_coreml as export_coreml  # experimental
 from compress.onnx_ptq.pt2e import export_executorch as export_executorch  # experimental
 from compress.onnx_ptq.pt2e import from_pt2e as from_pt2e  # experimental
 from compress.onnx_ptq.pt2e import to_pt2e as to_pt2e  # experimental

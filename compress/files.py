@@ -81,6 +81,11 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
+def bytes_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+
+
 def write_text(path: Path | str, text: str) -> Path:
     """UTF-8, whole or not at all."""
     with replacing(path) as temporary:

@@ -63,6 +63,7 @@ def test_the_page_of_the_library_says_which_names_are_experimental():
 # Names whose example takes long or needs an extra: it is shown, and these tests run the function.
 ELSEWHERE = {
     "build_tensorrt": "tests/engines/tensorrt",
+    "export_coreml": "tests/onnx_ptq/test_pt2e.py",
     "export_executorch": "tests/onnx_ptq/test_pt2e.py",
     "from_pytorch_quantization": "tests/quantization/test_from_pytorch_quantization.py",
     "run": "tests/pipeline/test_run.py",

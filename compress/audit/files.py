@@ -1,7 +1,8 @@
 """Audits an engine by its file: finds and reads its layers.
 
 Readers are of TensorRT's build log (a line a layer) and of its inspector's JSON, of what LiteRT and ExecuTorch run of
-.tflite and .pte files, and of the plan that our own engine `cuda` makes of an ONNX file, without a GPU.
+.tflite and .pte files, of Core ML packages, and of the plan that our own engine `cuda` makes of an ONNX file, without
+a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from compress.audit.engine import EngineAudit, EngineLayer, EngineListing, EngineTensor, audit_listing, type_name
 from compress.audit.onnx import sparse_nodes
-from compress.engines import executorch, litert
+from compress.engines import coreml, executorch, litert
 from compress.engines.base import BuildOptions, TensorInfo, read_onnx
 from compress.engines.cuda.executor import dtype_name
 from compress.engines.cuda.plan.layout import Layout, lay_out
@@ -37,9 +38,13 @@ from compress.support.limits import JSON_BYTES
 
 
 def read_operators(path: Path) -> EngineListing:
-    engine = (executorch if path.suffix == ".pte" else litert).load(path, BuildOptions())
-    operators = engine.runtime_layers()
-    engine.close()
+    if path.suffix == ".mlpackage":
+        source, (given, returned, operators) = "Core ML, as the package says", coreml.operators(path)
+    else:
+        source = f"{'ExecuTorch' if path.suffix == '.pte' else 'LiteRT'} on this CPU"
+        with (executorch if path.suffix == ".pte" else litert).load(path, BuildOptions()) as engine:
+            operators = engine.runtime_layers()
+        given, returned = ([tensor.name for tensor in tensors] for tensors in (engine.inputs, engine.outputs))
     layers = tuple(
         EngineLayer(
             name=op.outputs[0].name if op.outputs else f"{op.kind} {i}",
@@ -49,12 +54,12 @@ def read_operators(path: Path) -> EngineListing:
             outputs=tuple(map(_tensor_of_operator, op.outputs)),
             constants=tuple(map(_tensor_of_operator, op.constants)),
             tactic=op.kernel,
-            out_channels=op.outputs[0].shape[-1] if "CONV" in op.kind.upper() and op.outputs else None,
+            out_channels=op.outputs[0].shape[1 if path.suffix == ".mlpackage" else -1]
+            if "CONV" in op.kind.upper() and op.outputs
+            else None,
         )
         for i, op in enumerate(operators)
     )
-    given, returned = ([tensor.name for tensor in tensors] for tensors in (engine.inputs, engine.outputs))
-    source = f"{'ExecuTorch' if path.suffix == '.pte' else 'LiteRT'} on this CPU"
     return EngineListing(source=source, layers=layers, inputs=tuple(given), outputs=tuple(returned))
 
 
@@ -388,8 +393,8 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
     """Audit an engine: the type of every layer, the bytes that it moves, and what is wrong with either.
 
     Args:
-        path: a built engine with its log or the inspector's JSON beside it, or one of these files; a .tflite or .pte
-            file; an ONNX file stands for the plan that the engine `cuda` makes of it.
+        path: a built engine with its log or the inspector's JSON beside it, or one of these files; a .tflite,
+            .pte or .mlpackage file; an ONNX file stands for the plan that the engine `cuda` makes of it.
         onnx: the file that the engine was built from; None = the file beside the engine, if it is there and unchanged.
         sides: of an ONNX file: sizes that its inputs leave open after the batch, such as height and width.
 
@@ -407,7 +412,7 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
         raise AuditError(
             f"{path}: sides are for ONNX files with open ones, and a built engine has its own; leave them out"
         )
-    if path.suffix in {".tflite", ".pte"}:
+    if path.suffix in {".tflite", ".pte", ".mlpackage"}:
         return audit_listing(read_operators(path))
     listing = read_cuda_layers(path, sides=sides) if planned else read_engine_layers(path)
     source = onnx or (path if planned else onnx_beside(path))

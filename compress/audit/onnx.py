@@ -294,9 +294,9 @@ def _transposes(name: str, view: OnnxGraph) -> int:
 
 
 def _stored(name: str, view: OnnxGraph) -> NDArray[Any] | None:
-    """A constant, or the float weight that a file quantizes itself, as ModelOpt's do."""
+    """A constant, or the weight that a file quantizes itself (ModelOpt) or clips (Brevitas)."""
     maker = view.producers.get(name)
-    return view.array(maker.input[0] if maker is not None and maker.op_type == "QuantizeLinear" else name)
+    return view.array(maker.input[0] if maker is not None and maker.op_type in {"QuantizeLinear", "Clip"} else name)
 
 
 def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:

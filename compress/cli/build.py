@@ -19,6 +19,7 @@ from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import PORTABLE_SMS, TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
+from compress.files import bytes_of
 from compress.pipeline import default_folder, run
 from compress.pipeline.run import holds_run
 from compress.pipeline.saved import chosen_variant, finished_run, network, networks_of
@@ -29,7 +30,7 @@ from compress.roofline_model.model import find_device
 from compress.variants import Variant
 
 EngineOption = Annotated[
-    str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt, litert (.tflite) or executorch (.pte).")
+    str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt; litert, executorch, coreml (phones).")
 ]
 SmOption = Annotated[str | None, typer.Option("--sm", help="Compute capabilities, such as 89,120 (tensorrt-rtx).")]
 BatchOption = Annotated[str | None, typer.Option(help="Least, best and largest batch: 1,8,32.")]
@@ -101,9 +102,9 @@ def _write_for_phone(file: Path, engine: str, out: Path | None, batch: str | Non
         raise EngineError(f"--batch is {batch!r}: a {suffix} file has one batch size, such as --batch 1")
     path = write(file, out or file.with_suffix(suffix), batch_size=int(size))
     if as_json:
-        print_json({"file": str(path), "bytes": path.stat().st_size})
+        print_json({"file": str(path), "bytes": bytes_of(path)})
         return
-    OUT.print(f"{path} ({path.stat().st_size:,} bytes)", highlight=False)
+    OUT.print(f"{path} ({bytes_of(path):,} bytes)", highlight=False)
     print_next(f"inspect engine {path}")
 
 

@@ -25,7 +25,7 @@ def inspect_engine(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A built engine, its log, the inspector's JSON, a .tflite file; an ONNX file: the plan of engine cuda."
+            help="A built engine, its log, the inspector's JSON, a phone's file; an ONNX file: the plan of engine cuda."
         ),
     ],
     onnx: Annotated[

@@ -23,6 +23,7 @@ Plan = Literal["", "run", "network", "folder", "file", "paths"]
 _LIBRARIES = {
     "any": "onnx",
     "litert": "ai_edge_litert",
+    "coreml": "coremltools",
     "tensorrt-rtx": "tensorrt_rtx",
     "tensorrt-lean": "tensorrt_lean",
     "cuda": "torch",

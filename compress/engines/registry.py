@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from compress.engines import coreml as coreml_engine
 from compress.engines import executorch as executorch_engine
 from compress.engines import litert as litert_engine
 from compress.engines import onnxruntime as onnxruntime_engine
@@ -60,6 +61,7 @@ ENGINES: dict[str, EngineEntry] = {
         )
         for engine in (litert_engine, executorch_engine)
     },
+    "coreml": EngineEntry(availability=coreml_engine.availability, instead=coreml_engine.INSTEAD, target="litert"),
     "cuda": EngineEntry(
         availability=cuda_engine.availability,
         load=cuda_engine.load,

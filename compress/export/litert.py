@@ -26,7 +26,7 @@ import onnx
 import onnx_ir
 from numpy.typing import NDArray
 
-from compress.errors import ExportError
+from compress.errors import EngineUnavailableError, ExportError
 from compress.export.names import TARGET_KEY
 from compress.graph.spelled import spelled_activation
 from compress.onnx_graph import (
@@ -75,7 +75,8 @@ def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 
         `path`. Names and shapes of its inputs and outputs are those of the ONNX file, and so are the metadata.
 
     Raises:
-        ExportError: LiteRT has no operator for a node, or the extra `litert` is not installed.
+        ExportError: LiteRT has no operator for a node.
+        EngineUnavailableError: the extra `litert` is not installed.
 
     Examples:
         >>> spec = compress.QuantSpec(target="litert")
@@ -113,7 +114,7 @@ def schema() -> ModuleType:
     try:
         from ai_edge_litert import schema_py_generated  # optional: the extra `litert`
     except ImportError as error:
-        raise ExportError(
+        raise EngineUnavailableError(
             f"LiteRT files are written with ai-edge-litert, which is not here ({error}); {INSTALL}"
         ) from error
     found: ModuleType = schema_py_generated

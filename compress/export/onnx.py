@@ -411,7 +411,7 @@ def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:
 
 
 _LARGEST = 2**31 - 1
-_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes", "coremltools")
 
 
 @alone

@@ -14,7 +14,16 @@ from compress.support.validation import AtLeastOne, BatchSize, NotNegativeInt, P
 
 # The rows of `compress.engines.registry.ENGINES`, so that a recipe is read without importing an engine.
 EngineName = Literal[
-    "openvino", "onnxruntime", "litert", "executorch", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"
+    "openvino",
+    "onnxruntime",
+    "litert",
+    "executorch",
+    "coreml",
+    "cuda",
+    "torch",
+    "tensorrt",
+    "tensorrt-rtx",
+    "tensorrt-lean",
 ]
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 

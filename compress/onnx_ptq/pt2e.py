@@ -1,4 +1,4 @@
-"""ONNX files with Q/DQ as PT2E programs and back, and as ExecuTorch files, with the same integers.
+"""ONNX files with Q/DQ as PT2E programs and back, and as files for ExecuTorch and Core ML, with the same integers.
 
 PT2E is torch's form of quantized networks (`torch.export` with operators of `quantized_decomposed`); its backends fuse
 a layer only between pairs of its own, so pairs are repeated where the ONNX file has one for several operators.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import onnx
 import torch
 from torch import Tensor, fx, nn
 
+from compress.data.base import Preprocessing
+from compress.engines import coreml
 from compress.engines.base import TensorInfo, library_errors
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
-from compress.export.names import input_names, output_names
+from compress.export.names import PREPROCESSING_KEY, input_names, output_names
 from compress.export.onnx import export_onnx, looked_up_once, quiet
 from compress.export.targets import clean, finish_for
 from compress.graph.compare import alone
@@ -113,14 +116,25 @@ def to_pt2e(
     return _program(load_source(model, quantized=True), batch_size)[0]
 
 
-def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.ExportedProgram, tuple[Tensor, ...], list[Any]]:
-    """Return the program of a file, random inputs, and its outputs for them."""
+def _program(
+    source: SourceFile,
+    batch_size: int,
+    *,
+    pairs_only: bool = True,
+    half: bool = False,
+    pixels: Preprocessing | None = None,
+) -> tuple[torch.export.ExportedProgram, tuple[Tensor, ...], list[Any]]:
+    """Return the program of a file, random inputs, and its outputs for them.
+
+    `pairs_only` leaves float weights where a layer has no pair before or after it, `half` rounds scales to float16,
+    and with `pixels` the program normalizes its only input, pixels from 0 to 255, itself.
+    """
     import torch.ao.quantization.fx._decomposed  # lazy: registers the operators of PT2E
 
     file, source = source.path, canonical(source, opset=OPSET)[0]
     feed = random_feed(source, batch_size=batch_size, refusal=_without_size)
     found = network_of(source, feed)
-    network = found.network.eval()
+    network: nn.Module = found.network.eval()
     index = Index(source)
     nodes = {node.name: node for node in source.proto.graph.node}
     for path, places in found.places.items():
@@ -130,13 +144,19 @@ def _program(source: SourceFile, batch_size: int) -> tuple[torch.export.Exported
             layer.weight_quantizer = weight
             network.set_submodule(path, layer)
     inputs = tuple(torch.from_numpy(np.asarray(value)) for value in feed.values())
+    if pixels is not None:
+        inputs = (torch.randint(256, inputs[0].shape, generator=torch.Generator().manual_seed(0)).float(),)
+        feed = dict.fromkeys(feed, pixels.normalize(inputs[0] / 255).numpy())
+        network = _FromPixels(network, pixels)
     program = _exported(file, network, inputs)
-    apart = _not_whole(program)
+    apart = _not_whole(program) if pairs_only else []
     if apart:
         for path in apart:
             cast(Any, network.get_submodule(path)).weight_quantizer = nn.Identity()
         program = _exported(file, network, inputs)
     _one_reader_each(program.graph)
+    if half:
+        _round_scales(program)
     program.graph.lint()
     program.graph_module.recompile()
     names = [value.name for value in source.proto.graph.output]
@@ -234,14 +254,7 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     lower = imported("executorch.exir").to_edge_transform_and_lower
     partitioner = imported("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
     imported("executorch.kernels.quantized")  # pairs outside XNNPACK
-    source = load_source(file, quantized=True)
-    view = OnnxGraph(source.proto.graph)
-    wide = next((node.name for node in source.proto.graph.node if _is_wide(node, view)), "")
-    if wide:
-        raise ExportError(
-            f"{file}: {wide} has 16 bits, and XNNPACK computes with 8: quantize for ExecuTorch with activations of 8 "
-            "bits, or leave such layers float (enable: false); LiteRT and ONNX Runtime run this file"
-        )
+    source = _source_of_8_bits(file, "XNNPACK")
     program, inputs, expected = _program(source, batch_size)
     information = {
         "inputs": [tensor.name for tensor in inputs_of_file(source)],
@@ -258,6 +271,93 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     with replacing_model(path) as temporary:
         temporary.write_bytes(content)
     return Path(path)
+
+
+@alone
+def export_coreml(
+    file: Path | str, path: Path | str, *, batch_size: int = 1, precision: Literal["fp16", "fp32"] = "fp16"
+) -> Path:
+    """Write an ONNX file as a Core ML package (iOS 17, macOS 14), with its own scales, zero points and integers.
+
+    Nothing runs it on this system: it is compared as a program, before coremltools writes it.
+
+    Args:
+        file: as for `export_executorch`.
+        path: the .mlpackage, a folder; whole or not at all.
+        batch_size: of an open batch; the package has fixed shapes.
+        precision: of what is computed between integers. The Neural Engine takes `fp16` alone, in which scales are
+            rounded to float16.
+
+    Returns:
+        `path`. Names (`_` for what is no letter) and metadata are the file's. With the preprocessing of RGB images in
+        the metadata the input is an image, normalized inside.
+
+    Raises:
+        EngineUnavailableError: coremltools is not installed.
+        ExportError: coremltools has no operator for a node, or scales in float16 compute something else; and all that
+            `to_pt2e` raises.
+
+    Examples:
+        >>> print(compress.export_coreml("int8.onnx", "int8.mlpackage"))  # doctest: +SKIP
+        int8.mlpackage
+    """
+    path = Path(path)
+    if path.suffix != ".mlpackage" or (path.exists() and not (path / "Manifest.json").is_file()):
+        raise ExportError(f"{path} is no name for a Core ML package, or is there and is none: give NAME.mlpackage")
+    ct = coreml.library()
+    source = _source_of_8_bits(file, "Core ML")
+    metadata = {entry.key: entry.value for entry in source.proto.metadata_props}
+    names = [_identifier(tensor.name) for tensor in inputs_of_file(source)]
+    pixels = Preprocessing.from_json(metadata[PREPROCESSING_KEY]) if PREPROCESSING_KEY in metadata else None
+    if pixels is not None and (batch_size > 1 or len(names) > 1 or pixels.channels != "RGB"):
+        pixels = None
+    program, inputs, _ = _program(source, batch_size, pairs_only=False, half=precision == "fp16", pixels=pixels)
+    kind = ct.TensorType if pixels is None else ct.ImageType
+    given = [kind(name=name, shape=tuple(value.shape)) for name, value in zip(names, inputs, strict=True)]
+    passes = ct.PassPipeline.DEFAULT
+    passes.remove_passes(["common::distributive_quantized_binary_op_scale_normalization"])  # it changes scales of sums
+    with library_errors(ExportError, f"{file}: coremltools does not take it: "), quiet():
+        model = ct.convert(
+            program.run_decompositions({}),
+            inputs=given,
+            minimum_deployment_target=ct.target.iOS17,
+            compute_precision=ct.precision.FLOAT16 if precision == "fp16" else ct.precision.FLOAT32,
+            pass_pipeline=passes,
+            skip_model_load=True,
+        )
+        spec = model.get_spec()
+        for output, value in zip(list(spec.description.output), source.proto.graph.output, strict=True):
+            ct.utils.rename_feature(spec, output.name, _identifier(value.name), rename_inputs=False)
+        spec.description.metadata.userDefined.update(metadata)
+        _save_package(ct.models.MLModel(spec, weights_dir=model.weights_dir, skip_model_load=True), path)
+    return path
+
+
+def _identifier(name: str) -> str:
+    """Return a name as Core ML takes them."""
+    return re.sub(r"^(?=\d)|\W", "_", name, flags=re.ASCII)
+
+
+def _save_package(model: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".part") as folder:
+        whole = Path(folder, "new.mlpackage")
+        model.save(str(whole))
+        if path.exists():
+            path.rename(Path(folder, "old.mlpackage"))
+        whole.rename(path)
+
+
+def _source_of_8_bits(file: Path | str, engine: str) -> SourceFile:
+    source = load_source(file, quantized=True)
+    view = OnnxGraph(source.proto.graph)
+    wide = next((node.name for node in source.proto.graph.node if _is_wide(node, view)), "")
+    if wide:
+        raise ExportError(
+            f"{file}: {wide} has 16 bits, and {engine} computes with 8: quantize with activations of 8 bits, or leave "
+            "such layers float (enable: false); LiteRT and ONNX Runtime run this file"
+        )
+    return source
 
 
 def _is_wide(node: onnx.NodeProto, view: OnnxGraph) -> bool:
@@ -290,6 +390,33 @@ class _Weight(nn.Module):
         return torch.ops.quantized_decomposed.dequantize_per_channel.default(
             self.q, self.scale, self.zero, self.axis, *self.bounds, self.q.dtype
         )
+
+
+class _FromPixels(nn.Module):
+    """A network that normalizes its images itself."""
+
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.network = network
+        mean, std = (torch.tensor(value).reshape(-1, 1, 1) for value in (preprocessing.mean, preprocessing.std))
+        self.register_buffer("factor", 1 / (255 * std))
+        self.register_buffer("offset", -mean / std)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.network(image * self.factor + self.offset)
+
+
+def _round_scales(program: torch.export.ExportedProgram) -> None:
+    """Round all scales to float16."""
+    for node in program.graph.nodes:
+        if str(node.target) in {_QUANTIZE, _DEQUANTIZE}:
+            node.args = (node.args[0], float(np.float16(node.args[1])), *node.args[2:])
+    for name, value in program.named_buffers():
+        if name.endswith("weight_quantizer.scale"):
+            value.copy_(value.half())
 
 
 def _integers(index: Index, node: onnx.NodeProto, place: Place) -> _Weight | None:
@@ -343,7 +470,7 @@ def _pair_after_moves(graph: fx.Graph) -> None:
             user.replace_input_with(node, again)
 
 
-def _exported(file: Path, network: fx.GraphModule, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+def _exported(file: Path, network: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     with library_errors(ExportError, f"{file}: torch.export does not take it: "), torch.no_grad(), looked_up_once():
         program = torch.export.export(network, inputs)
     _pair_after_moves(program.graph)

@@ -150,7 +150,6 @@ _VECTOR_FLOPS = {"fp32": 64}
 _VNNI_FLOPS = {**_VECTOR_FLOPS, "int8": 256}
 _AMX_FLOPS = {**_VECTOR_FLOPS, "bf16": 1024, "int8": 2048}
 _ARM_FLOPS = {"fp32": 16, "fp16": 32, "int8": 64}  # two Neon units of 128 bits, with SDOT
-_ESTIMATED = "peaks are estimated from two Neon units of 128 bits a core"
 _PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 
 
@@ -350,17 +349,20 @@ TABLE: tuple[Device, ...] = (
         "raspberry-pi-5",
         "Raspberry Pi 5 (four Cortex-A76 at 2.4 GHz)",
         17.1,
-        "Raspberry Pi 5 product brief (LPDDR4X-4267, four Cortex-A76 at 2.4 GHz)",
+        "Raspberry Pi 5 product brief (LPDDR4X-4267, four Cortex-A76 at 2.4 GHz); operations a clock: Arm's Software "
+        "Optimization Guide of Neoverse N1, its counterpart for servers, as in LLVM's AArch64SchedNeoverseN1.td",
         dense={precision: 4 * 2.4 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
-        note=f"{_ESTIMATED}; bandwidth of 32 bits at 4267 MT/s",
+        note="two Neon pipelines of 128 bits a core, both take FMLA and SDOT; bandwidth of 32 bits at 4267 MT/s",
     ),
     _device(
         "cortex-x3",
         "one Cortex-X3 at 3.2 GHz, of a phone's CPU (Qualcomm Snapdragon 8 Gen 2)",
         67.2,
-        "Qualcomm's announcement of Snapdragon 8 Gen 2, 2022-11 (Cortex-X3 at 3.2 GHz, LPDDR5X at 4200 MHz)",
-        dense={precision: 3.2 * 2 * flops / 1e3 for precision, flops in _ARM_FLOPS.items()},
-        note=f"{_ESTIMATED} (four in this core); bandwidth of 64 bits; the other cores of the phone are not counted",
+        "Qualcomm's announcement of Snapdragon 8 Gen 2, 2022-11 (Cortex-X3 at 3.2 GHz, LPDDR5X at 4200 MHz); "
+        "operations a clock: Arm's Software Optimization Guide of Neoverse V2, its counterpart for servers, issue 3.0",
+        dense={precision: 3.2 * 2 * flops / 1e3 for precision, flops in (_ARM_FLOPS | {"int8": 128}).items()},
+        note="four Neon pipelines of 128 bits take FMLA, and SMMLA for int8 (SDOT has half of its rate); bandwidth of "
+        "64 bits; the other cores of the phone are not counted",
     ),
     _xeon("xeon-8380", "Intel Xeon Platinum 8380 (Ice Lake)", 40, 3.4, 204.8, _VNNI_FLOPS),
     _xeon("xeon-8480", "Intel Xeon Platinum 8480+ (Sapphire Rapids)", 56, 3.8, 307.2, _AMX_FLOPS),

@@ -21,6 +21,7 @@ _ENGINES = {
     "onnxruntime": "ONNX Runtime",
     "litert": "LiteRT",
     "executorch": "ExecuTorch",
+    "coreml": "Core ML",
     "dla": "DLA",
     "qnn": "QNN",
     "tensorrt": "TensorRT",

@@ -33,6 +33,7 @@ def test_every_engine_is_listed_and_says_why_not():
             "onnxruntime",
             "litert",
             "executorch",
+            "coreml",
             "cuda",
             "torch",
             "tensorrt",

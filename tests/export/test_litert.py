@@ -280,5 +280,5 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", None)
     with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
         compress.build_engine(path, "litert")
-    with pytest.raises(ExportError, match=r"compress-vision\[litert\]"):
+    with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
         compress.export_litert(path, tmp_path / "model.tflite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import fx, nn
 from compress.audit.engine import EngineAudit, audit_listing, folded_names, unmet_by_audit, unmet_by_runtime
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import OnnxAudit, audit_onnx, sparse_nodes
-from compress.engines import build_engine, registry
+from compress.engines import build_engine
 from compress.engines.base import read_onnx
 from compress.engines.tensorrt.build import BuiltEngine, build_commands, build_tensorrt, commands_markdown
 from compress.engines.tensorrt.library import BUILDERS
@@ -22,13 +23,13 @@ from compress.export.litert import export_litert
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.nms import export_with_nms
 from compress.export.onnx import export_onnx, metadata_entries
-from compress.files import write_text
+from compress.files import bytes_of, write_text
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.measure.parity import model_sizes
-from compress.onnx_ptq.pt2e import export_executorch
+from compress.onnx_ptq.pt2e import export_coreml, export_executorch
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.onnx_ptq.source import load_source, open_batch
 from compress.pipeline.run import Run, boxes_and_scores, stem, weight_quantizer
@@ -53,6 +54,7 @@ from compress.variants import Variant
 PHONES: dict[str, tuple[Callable[..., Path], str]] = {
     "litert": (export_litert, ".tflite"),
     "executorch": (export_executorch, ".pte"),
+    "coreml": (export_coreml, ".mlpackage"),
 }
 SQNR_IMAGES = 64  # evaluation images that layer outputs are compared on
 
@@ -93,15 +95,15 @@ def export_step(run: Run) -> None:
 
 
 def write_file(run: Run, variant: Variant, target: Target | None) -> Path:
-    """Write a file of `run.networks`; with `export.nms` one with boxes beside it, for phones the .tflite and .pte."""
+    """Write a file of `run.networks`; with `export.nms` one with boxes beside it, for phones their formats."""
     path = _write(run, variant, target)
     targets = run.recipe.quantization.targets if run.recipe.quantization else ()
     own = variant.is_quantized and (target or targets[0]) == "litert"
     runs = own or not variant.is_quantized or "litert" not in targets  # it is what the engine executorch is given
-    wanted = {"litert": own, "executorch": runs and "executorch" in run.recipe.bench.engines}
     for engine, (write, suffix) in PHONES.items():
-        if wanted[engine] and registry.ENGINES[engine].availability().available:
-            write(path, path.with_suffix(suffix))
+        if own if engine == "litert" else runs and engine in run.recipe.bench.engines:
+            with contextlib.suppress(EngineUnavailableError):  # the engine's row says so
+                write(path, path.with_suffix(suffix))
     if run.recipe.export.nms:
         export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
     return path
@@ -136,7 +138,7 @@ def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterat
         own = path.with_suffix(suffix)
         if own.exists():
             rows = [row for row in rows if row[-1] != engine]
-            rows.append(("file_bytes", own.stat().st_size, f"of {own.name}", engine))
+            rows.append(("file_bytes", bytes_of(own), f"of {own.name}", engine))
     rows.append(("weight_bytes", sizes.weight_bytes, f"initializers of {path.name}", target or ""))
     for name, value, method, engine in rows:
         yield Metric(name=name, variant=variant, engine=engine, value=float(value), unit="bytes", method=method)

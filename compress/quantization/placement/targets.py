@@ -136,7 +136,7 @@ _QNN = dict.fromkeys(
     (*_WEIGHTED, *_POOLS, *("add", "sub", "mul", "div", "maximum", "minimum", "relu", "relu6", "leaky_relu")),
     "HTP computes an operator in integers only between pairs; ONNX Runtime gives others to the CPU",
 ) | dict.fromkeys(
-    ("batch_norm", "sigmoid", "tanh", "hardswish", "elu", *_SOFTMAX),
+    ("batch_norm", "sigmoid", "tanh", "hardswish", "elu", "gelu", *_SOFTMAX),
     "HTP has an operator for it between pairs of 8 or of 16 bits",
 )
 
@@ -219,8 +219,7 @@ TABLES: dict[Target, TargetTable] = {
         zero_points=frozenset(_QNN),
         results=True,
         wide=dict.fromkeys(_SOFTMAX, f"{_FLOAT['softmax']}; with activations of 16 bits it is quantized"),
-        stays_float={kind: text for kind, text in _FLOAT.items() if kind not in _QNN}
-        | {"gelu": "HTP quantizes it as one operator (opset 20), and files have five: it computes them in fp16"},
+        stays_float={kind: text for kind, text in _FLOAT.items() if kind not in _QNN},
         opened=frozenset({"silu"}),
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),

@@ -263,6 +263,14 @@ def test_every_tensor_has_a_scale_for_dla_and_qnn(target, source, make, tmp_path
     assert (torch.from_numpy(compute(tmp_path / "int8.onnx", x.numpy())) - wanted).pow(2).mean() < 2e-3 * wanted.var()
 
 
+def test_a_gelu_is_between_pairs_for_qnn_and_has_none_inside(tmp_path):
+    # ONNX Runtime's provider makes one operator of its nodes only so (onnxruntime-qnn, pull request 309).
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 1)).eval(), torch.randn(2, 3, 8, 8)
+    quantized_file("torch", model, x, QuantSpec(target="qnn"), tmp_path / "int8.onnx")
+    inside = [("Div", "Erf"), ("Erf", "Add"), ("Mul", "Mul"), ("Add", "Mul")]
+    assert sorted(without_scale(tmp_path / "int8.onnx")) == sorted(inside)
+
+
 def test_what_dla_does_not_take_is_named_and_its_averages_keep_their_scale():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardswish(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.AvgPool2d(2))
     model += nn.Sequential(nn.Conv2d(4, 4, 33, padding=16), nn.MaxPool2d(9, 1, 4), nn.AvgPool2d(8, 8, 4))
