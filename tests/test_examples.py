@@ -27,6 +27,8 @@ NEEDS = {
 ALONE = {
     "own_task": "tests/tasks/test_load.py",
     "yolo": "tests/test_detectors.py",
+    "scenes": "tests/test_detectors.py",
+    "detr": "tests/test_detectors.py",
     "super_resolution": "tests/pipeline/test_tasks.py",
     "pictures": "every example",
 }
