@@ -23,11 +23,10 @@ from analysis.common.recipes import RecipeRun, run_all
 from analysis.common.study import Row, append_row, command_line, listed, newest_rows, software, study_parser, table
 from compress.data.base import BatchPlan, DataSet
 from compress.engines import Engine
-from compress.engines.registry import engine_availability
+from compress.engines.registry import engine_availability, target_of
 from compress.files import write_text
 from compress.measure.accuracy import compare_evidence, measure_metric
-from compress.pipeline.run import task_of
-from compress.pipeline.saved import networks_of
+from compress.pipeline.run import stem, task_of
 from compress.recipe.tree import Recipe
 from compress.tasks.detection import Detections
 from compress.training.passes import autocast
@@ -70,7 +69,9 @@ def train(o: argparse.Namespace, size: str, folder: Path) -> None:
     recipe = compress.load_recipe(str(folder / "recipe.yaml"))
     data = compress.load_data(recipe.data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with compress.TorchEngine(compress.load(folder, variant="float"), data.val.input_shape, device=device) as engine:
+    with compress.TorchEngine(
+        compress.load(folder, variant="float"), data.val.preprocessing.input_shape, device=device
+    ) as engine:
         torch.save(boxes_of(judged(engine, recipe, data, o.limit)), folder / _BOXES)
 
 
@@ -117,20 +118,18 @@ def judge(o: argparse.Namespace, size: str, folder: Path) -> None:
     reference = Detections(data.val.labels, list)
     reference.update(found, truth)
     done = newest_rows(o.out / "rows.jsonl", "key")
-    for engine in o.engines:
-        if not engine_availability()[engine].available:
-            continue
-        for variant, files in networks_of([folder]).items():
-            key = f"{folder.name} {engine} {variant}"
-            if key in done or (variant == "float" and engine == "cuda"):
+    available = {found.name for found in engine_availability() if found.available}
+    for engine in available.intersection(o.engines):
+        for variant in ("float", "ptq", "qat"):
+            key, names = f"{folder.name} {engine} {variant}", (stem(variant, target_of(engine)), variant)
+            files = [file for name in names if (file := folder / f"{name}.onnx").is_file()]
+            if key in done or not files or (variant == "float" and engine == "cuda"):
                 continue
             batch, precision = (32, None) if engine == "cuda" else (None, "f32" if engine == "openvino" else None)
             options = {"plan": str(o.out / "plan.json"), "floats": "layers"} if engine == "cuda" else {}
-            with compress.build_engine(
-                files.of(engine), engine, batch_size=batch, precision=precision, **options
-            ) as made:
+            with compress.build_engine(files[0], engine, batch_size=batch, precision=precision, **options) as made:
                 seen = judged(made, recipe, data, len(kept))
-                row: Row = {"key": key, "size": size, "variant": str(variant), "engine": made.info.label}
+                row: Row = {"key": key, "size": size, "variant": variant, "engine": made.info.label}
             same = all(
                 torch.equal(mine["boxes"], own["boxes"])
                 for (_, mine), (_, own) in zip(kept, boxes_of(seen), strict=True)
@@ -152,16 +151,8 @@ def write(o: argparse.Namespace) -> str:
     lines += table(head, _cells(rows))
     if o.speed is not None and o.speed.is_file():
         measured = [row for row in json.loads(o.speed.read_text())["networks"] if "ms" in row]
-        cells = (
-            (
-                row["network"],
-                row["batch"],
-                f"{row['ms']:.3f}",
-                *(f"{row[k]:.3f}" if k in row else "" for k in ("fp16_ms",)),
-                f"{row['fp16_ms'] / row['ms']:.2f}" if "fp16_ms" in row else "",
-            )
-            for row in measured
-        )
+        times = [(row["network"], row["batch"], row["ms"], row.get("fp16_ms", float("nan"))) for row in measured]
+        cells = [(*names, f"{ms:.3f}", f"{fp16:.3f}", f"{fp16 / ms:.2f}") for *names, ms, fp16 in times]
         lines += ["", *table(["network", "batch", "INT8 ms, `cuda`", "fp16 ms, torch.compile", "speedup"], cells)]
     lines += ["", *sorted({f"{row['engine']}: {listed(row['software'])}." for row in rows}), f"`{command_line()}`"]
     return write_text(o.out / "sizes.md", "\n".join(lines) + "\n").read_text(encoding="utf-8")
@@ -175,7 +166,7 @@ def _cells(rows: list[Row]) -> Iterator[list[str]]:
         peers = [f"{points:+.2f}" for points in PEERS[any_row["size"]]]
         cost = [_points(of[variant]) if variant in of else "" for variant in ("ptq", "qat")]
         epochs = " + ".join(map(str, any_row["epochs"]))
-        yield [run, engine, any_row["images"], f"{100 * any_row['float']:.2f}", *cost, *peers, epochs]
+        yield [run, engine, str(any_row["images"]), f"{100 * any_row['float']:.2f}", *cost, *peers, epochs]
 
 
 if __name__ == "__main__":
