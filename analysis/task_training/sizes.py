@@ -31,7 +31,7 @@ from compress.recipe.tree import Recipe
 from compress.tasks.detection import Detections
 from compress.training.passes import autocast
 
-# Points of mAP50-95 that PTQ and QAT cost YOLO26 on COCO with TensorRT: Ultralytics, issue 26093.
+# Points of mAP50-95 that PTQ and QAT cost YOLO26 on COCO with TensorRT: Ultralytics, pull request 26093.
 PEERS = {"n": (-0.98, -0.97), "s": (-3.82, -0.84), "m": (-5.73, -1.32), "l": (-5.51, -1.33)}
 _SKIPPED, _TIMED, _BOXES = 8, 24, "float_boxes.pt"
 

@@ -3,11 +3,12 @@
 #   analysis/task_training/sizes.sh train OUT SECONDS     # scenes; float, PTQ and QAT of all sizes beside one another
 #   analysis/task_training/sizes.sh engines OUT SECONDS   # INT8 on the engine `cuda` beside fp16; mAP of the files on engines
 # Runs lie in $WORK (default /tmp/sizes), on which both parts go on. OUT gets rows, logs, and the files for OpenVINO in parts of 15 MiB:
-# cat n.s.m.tar.xz.* | tar xJ
+# cat n.s.m.tar.xz.* | xz -d | tar x
 set -u
 stage=$1 out=$2 seconds=$3 work=${WORK:-/tmp/sizes} sizes=${SIZES:-n s m l} jobs=() end=$((SECONDS + $3))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1
 mkdir -p "$work" "$out"
+compress=(gzip -1) && command -v xz > /dev/null && compress=(xz -T8 -1)
 
 left() { echo $((end - SECONDS - $1 > 5 ? end - SECONDS - $1 : 5)); }
 
@@ -16,7 +17,7 @@ study() { timeout -k 5 "$1" python3 -m analysis.task_training.sizes "${@:2}" --d
 pack() { # sizes whose files for OpenVINO are sent back
     (cd "$work/runs" && find $(for size in "$@"; do echo "yolo-scenes-$size"; done) -type f -size -40M \
         \( -name '*.openvino.onnx' -o -name '*.json' -o -name '*.yaml' -o -name '*.csv' -o -name '*.md' -o -name '*.pt' \) \
-        ! -path '*/checkpoints/*' 2>/dev/null | tar cf - -T - | xz -T8 -1 | split -b 15M -d - "$out/$(IFS=.; echo "$*").tar.xz.")
+        ! -path '*/checkpoints/*' 2>/dev/null | tar cf - -T - | "${compress[@]}" | split -b 15M -d - "$out/$(IFS=.; echo "$*").tar.${compress[0]}.")
 }
 
 finish() {
