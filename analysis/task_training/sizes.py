@@ -90,10 +90,10 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
         optimizer.step()
         optimizer.zero_grad()
         if step == _SKIPPED - 1:
-            float(next(model.parameters()).sum())  # waits for the GPU
+            float(next(model.parameters()).detach().sum())  # waits for the GPU
             start = time.monotonic()
         steps = step
-    float(next(model.parameters()).sum())
+    float(next(model.parameters()).detach().sum())
     each = (time.monotonic() - start) / max(1, steps + 1 - _SKIPPED)
     return min(100, max(3, int(seconds / (each * data.train.steps(plan)))))
 
@@ -119,7 +119,7 @@ def judge(o: argparse.Namespace, size: str, folder: Path) -> None:
     reference.update(found, truth)
     done = newest_rows(o.out / "rows.jsonl", "key")
     available = {found.name for found in engine_availability() if found.available}
-    for engine in available.intersection(o.engines):
+    for engine in [name for name in o.engines if name in available]:
         for variant in ("float", "ptq", "qat"):
             key, names = f"{folder.name} {engine} {variant}", (stem(variant, target_of(engine)), variant)
             files = [file for name in names if (file := folder / f"{name}.onnx").is_file()]

@@ -30,9 +30,9 @@ if [ "$stage" = train ]; then
     [ -f "$work/scenes/annotations/instances_val.json" ] || python3 examples/scenes.py "$work/scenes" --train "${TRAIN:-4000}" --val "${VAL:-400}"
     echo "scenes after $SECONDS s"
     for size in $sizes; do
-        study "$(left 45)" train --sizes "$size" --seconds "${FLOAT:-$(((seconds - 150) * 10 / 17))}" --set train.precision=bf16 \
+        study "$(left 45)" train --sizes "$size" --seconds "${FLOAT:-$(((seconds - 170) * 10 / 18))}" --set train.precision=bf16 \
             --set data.workers="${WORKERS:-3}" --set bench.engines=[torch] --set bench.seconds=0.2 --set bench.runs=5 \
-            --set train.checkpoint_every=1000 --set qat.checkpoint_every=1000 ${MORE:-} > "$work/$size.log" 2>&1 &
+            --set train.checkpoint_every=10 --set qat.checkpoint_every=2 ${MORE:-} > "$work/$size.log" 2>&1 &
         jobs+=($!)
     done
     wait "${jobs[@]}"
@@ -57,8 +57,11 @@ else
     echo "timed after $SECONDS s"
     cp "$work/speed/plan.json" "$work/runs/plan.json" 2>/dev/null
     pack ${PACK:-l}
-    study "$(left 40)" judge --engines cuda
-    study "$(left 20)" judge --engines onnxruntime
+    for size in $sizes; do
+        study "$(left 35)" judge --engines ${ENGINES:-cuda onnxruntime} --sizes "$size" > "$work/judge-$size.log" 2>&1 &
+        jobs+=($!)
+    done
+    wait "${jobs[@]}"
     study 30 table --speed "$work/speed/cuda_engine.json"
 fi
 finish
