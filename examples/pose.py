@@ -96,8 +96,7 @@ def located(heatmaps: Tensor) -> Tensor:
         (x - (best % width)[..., None, None]).abs()
     ) <= 1
     mass = (flat * near).clamp_min(0) + 1e-9 * near
-    total = mass.sum((2, 3))
-    centre = torch.stack([(mass.sum(2) * x).sum(2), (mass.sum(3) * y).sum(2)], 2) / total[..., None]
+    centre = torch.stack([(mass.sum(2) * x).sum(2), (mass.sum(3) * y).sum(2)], 2) / mass.sum((2, 3))[..., None]
     return (centre + 0.375) * STRIDE
 
 
