@@ -150,11 +150,23 @@ def write(o: argparse.Namespace) -> str:
     lines = ["# INT8's cost by the size of a detector", "", "mAP50-95 of float in torch, and points to it.", ""]
     lines += table(head, _cells(rows))
     if o.speed is not None and o.speed.is_file():
-        measured = [row for row in json.loads(o.speed.read_text())["networks"] if "ms" in row]
-        times = [(row["network"], row["batch"], row["ms"], row.get("fp16_ms", float("nan"))) for row in measured]
-        cells = [(*names, f"{ms:.3f}", f"{fp16:.3f}", f"{fp16 / ms:.2f}") for *names, ms, fp16 in times]
+        cells = [
+            (
+                row["network"],
+                row["batch"],
+                f"{row['ms']:.3f}",
+                fp16 and f"{fp16:.3f}",
+                fp16 and f"{fp16 / row['ms']:.2f}x",
+            )
+            for row in json.loads(o.speed.read_text())["networks"]
+            if (fp16 := row.get("fp16_ms", "")) is not None and "ms" in row
+        ]
         lines += ["", *table(["network", "batch", "INT8 ms, `cuda`", "fp16 ms, torch.compile", "speedup"], cells)]
-    lines += ["", *sorted({f"{row['engine']}: {listed(row['software'])}." for row in rows}), f"`{command_line()}`"]
+    lines += [
+        "",
+        *sorted({f"{row['engine']}: {listed(row['software'])}." for row in rows}),
+        f"`{command_line(speed='cuda_engine.json')}`",
+    ]
     return write_text(o.out / "sizes.md", "\n".join(lines) + "\n").read_text(encoding="utf-8")
 
 
