@@ -82,19 +82,21 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
     model = compress.build_model(recipe.model, num_classes=len(data.val.labels), task=recipe.task).to(device).train()
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    plan, start, steps = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True), time.monotonic(), 0
-    for step, (images, targets) in enumerate(islice(data.train.batches(plan, device=device), _SKIPPED + _TIMED)):
+    plan = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True)
+    steps = min(_SKIPPED + _TIMED, data.train.steps(plan))
+    skipped = min(_SKIPPED, steps // 3)
+    start = time.monotonic()
+    for step, (images, targets) in enumerate(islice(data.train.batches(plan, device=device), steps)):
         with autocast(device, recipe.train.precision):
             outputs = model(images.contiguous(memory_format=torch.channels_last))
         task.loss(outputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == _SKIPPED - 1:
+        if step == skipped - 1:
             float(next(model.parameters()).detach().sum())  # waits for the GPU
             start = time.monotonic()
-        steps = step
     float(next(model.parameters()).detach().sum())
-    each = (time.monotonic() - start) / max(1, steps + 1 - _SKIPPED)
+    each = (time.monotonic() - start) / (steps - skipped)
     return min(100, max(3, int(seconds / (each * data.train.steps(plan)))))
 
 
