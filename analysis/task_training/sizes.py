@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,7 +103,8 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
 
 def judged(engine: Engine, recipe: Recipe, data: DataSet, limit: int | None) -> Detections:
     task = task_of(recipe, data)
-    held = Detections(data.val.labels, task.metric.make().decode)
+    held = task.metric.make()
+    assert isinstance(held, Detections)
     plan = BatchPlan(batch_size=32, limit=limit)
     measure_metric(engine, data.val.batches(plan), replace(task.metric, make=lambda: held))
     return held
@@ -128,7 +130,7 @@ def judge(o: argparse.Namespace, size: str, folder: Path) -> None:
             if key in done or not files or (variant == "float" and engine == "cuda"):
                 continue
             batch, precision = (32, None) if engine == "cuda" else (None, "f32" if engine == "openvino" else None)
-            options = {"plan": str(o.out / "plan.json"), "floats": "layers"} if engine == "cuda" else {}
+            options: dict[str, Any] = {"plan": str(o.out / "plan.json"), "floats": "layers"} if engine == "cuda" else {}
             with compress.build_engine(files[0], engine, batch_size=batch, precision=precision, **options) as made:
                 seen = judged(made, recipe, data, len(kept))
                 row: Row = {"key": key, "size": size, "variant": variant, "engine": made.info.label}
