@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.ops import MultiScaleRoIAlign
+from torchvision.ops import MultiScaleRoIAlign, box_convert, box_iou
 
 import compress
 from compress.detection import (
@@ -21,6 +21,7 @@ from compress.detection import (
 from compress.errors import ModelError
 from compress.tasks.detection import output_tuple
 from compress.tasks.load import detector_head
+from examples import scenes, yolo
 from tests.networks import Net
 from tests.tiny_detectors import FAMILIES, SIZE, UNCHANGED, Backbone, retinanet, ssd
 
@@ -326,3 +327,109 @@ def test_what_cannot_be_is_refused_in_words():
     assert not is_two_stage(
         faster_rcnn(kind=MaskRCNN, mask_roi_pool=masks, mask_head=Backbone(), mask_predictor=Backbone())
     )
+
+
+# The detectors of examples/: a YOLO in sizes without suppression, a DETR, and the scenes that they learn.
+
+
+def scattered(seed=3, counts=(3, 0, 5)):
+    return random_targets(torch.Generator().manual_seed(seed), counts)
+
+
+def test_a_yolo_of_a_size_has_the_channels_of_ultralytics_and_one_head_when_it_is_deployed():
+    model = yolo.Yolo(3, size="n", end_to_end=True)
+    assert [stage[1].join[0].out_channels for stage in model.down] == [64, 128, 256]  # yolo11n.yaml: 0.25 of P3 to P5
+    x = torch.rand(2, 3, 32, 64)
+    assert len(model.train()(x)) == 6
+    single = yolo.Yolo(3, size="n").eval()
+    single.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("many_")})
+    for mine, plain in zip(model.eval()(x), single(x), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_the_head_without_suppression_leaves_the_features_to_the_other_one():
+    model = yolo.Yolo(3, width=4, end_to_end=True).train()
+    maps = model(torch.rand(3, 3, 32, 64))
+    stem = next(model.stem.parameters())
+    ours = torch.autograd.grad(yolo.loss(maps[:3], scattered(), top=1), stem, retain_graph=True, allow_unused=True)
+    assert ours == (None,)
+    yolo.end_to_end_loss(maps, scattered()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert stem.grad.abs().sum() > 0 and model.many_boxes[0][1].bias.grad.abs().sum() > 0
+
+
+def test_one_cell_learns_a_box_without_suppression():
+    truth, labels, known = yolo.padded(scattered(), torch.device("cpu"))
+    points, strides = yolo.cells([(32 // s, 64 // s) for s in yolo.STRIDES])
+    centres = points * strides
+    boxes = torch.cat([centres - 8, centres + 8], 1).expand(3, -1, -1)
+    scores = torch.rand(3, len(centres), 3, generator=torch.Generator().manual_seed(1))
+    chosen, quality = yolo.assigned(scores, boxes, centres, truth, labels, known, top=1)
+    for image, (cells, target) in enumerate(zip(chosen, scattered(), strict=True)):
+        learned = cells[cells >= 0].tolist()
+        assert len(learned) == len(set(learned))
+        assert not target["ignored"][learned].any()
+        for cell in (cells >= 0).nonzero().flatten():
+            box = target["boxes"][cells[cell]]
+            assert (box[:2] < centres[cell]).all() and (centres[cell] < box[2:]).all()
+            assert quality[image, cell] <= box_iou(boxes[0, cell : cell + 1], box[None]).max() + 1e-5
+    assert (chosen >= 0).any()
+
+
+def test_overlaps_are_those_of_torchvision():
+    boxes = [torch.cat([one["boxes"] for one in scattered(seed, (4, 3))]) for seed in (1, 2)]
+    found = 1 - yolo._overlap_loss(boxes[0][:, None], boxes[1][None], enclosing=False)
+    torch.testing.assert_close(found, box_iou(*boxes))
+
+
+def test_boxes_of_a_head_without_suppression_are_the_best_by_score():
+    maps = [
+        torch.randn(2, 4 * yolo.BINS + 3, 4 // s, 6 // s, generator=torch.Generator().manual_seed(s)) for s in (1, 2)
+    ]
+    maps.append(torch.randn(2, 4 * yolo.BINS + 3, 1, 2))
+    everything = yolo.suppressed(
+        *(yolo.flattened(maps)[2], yolo.flattened(maps)[1].sigmoid()), (32, 48), overlap=1.0, score=0.0
+    )
+    for mine, every in zip(yolo.decode_single(maps, most=20), everything, strict=True):
+        torch.testing.assert_close(mine["scores"], every["scores"][:20])
+        torch.testing.assert_close(mine["boxes"], every["boxes"][:20])
+
+
+def test_scenes_are_a_data_set_of_boxes_that_hold_their_shapes(tmp_path):
+    image, rows = scenes.scene(5, 7)
+    again = scenes.scene(5, 7)
+    assert (image.tobytes(), rows) == (again[0].tobytes(), again[1])
+    found, owners = (
+        [(0, 4, 6, scenes.np.ones((3, 5), bool)), (1, 5, 6, scenes.np.ones((3, 4), bool))],
+        scenes.np.zeros((20, 20), int),
+    )
+    owners[6:9, 4:9], owners[6:9, 5:9] = 1, 2
+    assert [(row["bbox"], row["iscrowd"]) for row in scenes._rows(found, owners)] == [
+        ([4, 6, 5, 3], 1),
+        ([5, 6, 4, 3], 0),
+    ]
+    spec = compress.DataSpec(name="coco", root=str(scenes.write(tmp_path, train=2, val=1)), image_size=(64, 64))
+    data = compress.load_data(spec)
+    assert data.val.labels == scenes.CLASSES and len(data.train) == 2
+    _, targets = data.val.load([0], epoch=None, device=torch.device("cpu"))
+    wanted = [row["bbox"] for row in scenes.scene(0, 1_000_000)[1]]
+    torch.testing.assert_close(targets[0]["boxes"], box_convert(torch.tensor(wanted).float(), "xywh", "xyxy") / 5)
+
+
+@pytest.mark.release
+def test_the_loss_of_the_detr_is_that_of_transformers():
+    pytest.importorskip("transformers")
+    from examples import detr
+
+    torch.manual_seed(0)
+    model = detr.Detr(3, width=32, layers=2, queries=20).eval()  # BatchNorm as in evaluation
+    model.training = model.detector.training = True
+    x = torch.rand(3, 3, detr.SIDE, detr.SIDE)
+    labels = [
+        {
+            "class_labels": one["labels"][~one["ignored"]],
+            "boxes": box_convert(one["boxes"][~one["ignored"]], "xyxy", "cxcywh") / 320,
+        }
+        for one in scattered()
+    ]
+    torch.testing.assert_close(detr.loss(model(x), scattered()), model.detector(x, labels=labels).loss)

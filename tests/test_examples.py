@@ -27,6 +27,9 @@ NEEDS = {
 ALONE = {
     "own_task": "tests/tasks/test_load.py",
     "yolo": "tests/test_detectors.py",
+    "scenes": "tests/test_detectors.py",
+    "detr": "tests/test_detectors.py",
+    "pose": "tests/tasks/test_load.py",
     "super_resolution": "tests/pipeline/test_tasks.py",
     "pictures": "every example",
 }

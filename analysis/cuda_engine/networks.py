@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import compress
+from examples.yolo import SIZES as YOLOS
+from examples.yolo import Yolo
 
 # Side of the input of networks that are not fed 224 pixels.
-SIZES = {"tiny": 32, "vit_tiny_of_32": 32}
+SIZES = {"tiny": 32, "vit_tiny_of_32": 32, **{f"yolo_{size}": 320 for size in YOLOS}}
 
 
 def image_size(name: str) -> int:
@@ -20,6 +22,8 @@ def network(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "tiny":
         return _Tiny().eval()
+    if name.startswith("yolo_"):
+        return Yolo(12, size=name.removeprefix("yolo_"), end_to_end=True).eval()
     try:
         import torchvision  # lazy: only networks of its own need it
 

@@ -14,6 +14,7 @@ from compress.errors import DataError, RecipeError
 from compress.support.meters import TaskMetric, task_metric
 from compress.support.progress import NoProgress
 from compress.tasks.load import make_task
+from examples import pose
 
 LABELS = ("a", "b", "c")
 
@@ -135,6 +136,21 @@ def test_the_users_own_file_trains(monkeypatch):
     right = model.eval()(images).argmax(1) == masks
     ring = torch.stack([_edge(mask) for mask in masks])
     assert report.final.values["boundary_accuracy"] == pytest.approx(right[ring].float().mean().item())
+
+
+def test_a_pose_by_heatmaps_is_found_where_it_was_drawn():
+    arms = pose.Arms(16, first=0)
+    joints = torch.stack([arms[i][1] for i in range(len(arms))])
+    assert (pose.located(pose.wanted(joints, 16, 16)) - joints).norm(dim=-1).max() < 1.5
+    along = torch.linspace(0, 1, 500)[:, None] * (joints[0, 1] - joints[0, 0]) + joints[0, 0]
+    y, x = 20, 31
+    nearest = (along - torch.tensor([x, y])).norm(dim=1).min()
+    assert pose.distances(*joints[0, :2])[y, x] == pytest.approx(nearest.item(), abs=0.05)
+    recipe = load_recipe("pose")
+    meter = make_task(recipe.task, (), loss=recipe.loss, metric=recipe.metric).metric.make()
+    meter.update(pose.wanted(joints, 16, 16), joints)
+    meter.update(pose.wanted(torch.where(joints < 32, joints + 5, joints - 5), 16, 16), joints)
+    assert meter.compute() == 0.5
 
 
 class Killed(NoProgress):
