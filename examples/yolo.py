@@ -66,6 +66,9 @@ class Yolo(nn.Module):
             (N, cells, classes), as many deploy it; such a network is not trained.
     """
 
+    points: Tensor
+    strides: Tensor
+
     def __init__(
         self,
         num_classes: int,
@@ -126,9 +129,10 @@ def heads(channels: Sequence[int], num_classes: int) -> tuple[nn.ModuleList, nn.
     """Return what makes distributions, and what makes logits, for each stride."""
     inner = min(64, channels[0])
     boxes = nn.ModuleList(nn.Sequential(Conv(n, inner), nn.Conv2d(inner, 4 * BINS, 1)) for n in channels)
-    classes = nn.ModuleList(nn.Sequential(Conv(n, inner), nn.Conv2d(inner, num_classes, 1)) for n in channels)
-    for head in classes:
-        nn.init.constant_(head[1].bias, -4.6)  # a score of 1 % at first (Lin et al., arXiv 1708.02002)
+    logits = [nn.Conv2d(inner, num_classes, 1) for _ in channels]
+    for last in logits:
+        nn.init.constant_(last.bias, -4.6)  # a score of 1 % at first (Lin et al., arXiv 1708.02002)
+    classes = nn.ModuleList(nn.Sequential(Conv(n, inner), last) for n, last in zip(channels, logits, strict=True))
     return boxes, classes
 
 
@@ -205,7 +209,9 @@ def suppressed(
 
 def padded(targets: Sequence[Mapping[str, Tensor]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return boxes (N, most, 4), labels (N, most) and which of them count: one tensor each, for a batch of images."""
-    rows = [(one["boxes"].to(device), one["labels"].to(device), ~one["ignored"].to(device)) for one in targets]
+    rows: list[tuple[Tensor, ...]] = [
+        (one["boxes"].to(device), one["labels"].to(device), ~one["ignored"].to(device)) for one in targets
+    ]
     rows.append(tuple(part.new_zeros(1, *part.shape[1:]) for part in rows[0]))  # there is a box, if no image has any
     boxes, labels, known = (pad_sequence(list(part), batch_first=True)[:-1] for part in zip(*rows, strict=True))
     return boxes, labels, known
