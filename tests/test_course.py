@@ -13,6 +13,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
+from compress.support.process import sums_bytes_in_16_bits
+
 COURSE = Path(__file__).parent.parent / "docs" / "course"
 SOURCES = sorted((COURSE / "src").glob("*.md"))
 TODAY = SOURCES if os.environ.get("COURSE") == "all" else [SOURCES[datetime.date.today().toordinal() % len(SOURCES)]]
@@ -92,6 +94,8 @@ def test_the_index_lists_every_lesson():
 def test_a_lesson_and_its_answers_run(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")
+    if source.stem == "06_integers" and sums_bytes_in_16_bits():
+        pytest.skip("its comparison of bytes needs VNNI: without it, ONNX Runtime's sums saturate")
     names = {}
     for i, block in enumerate(build.blocks(source.read_text("utf-8"))):
         if block.kind in ("code", "solution"):

@@ -14,16 +14,17 @@ from compress.export.onnx import quiet
 NAME = "coreml"
 _WEIGHT = "constexpr_affine_dequantize"
 _BOUNDED = {"relu", "relu6", "clip"}
+INSTALL = "pip install 'compress-vision[coreml]'"
 INSTEAD = "its files run on iPhones, iPads and Macs; here they are written: compress build onnx FILE --engine coreml"
 
 
 def availability() -> Availability:
-    return Availability(name=NAME, available=False, reason=INSTEAD)
+    return Availability(name=NAME, available=False, reason=INSTEAD, install=INSTALL)
 
 
 def library(module: str = "coremltools") -> ModuleType:
     with quiet():  # it reports each part of Apple's systems that is not here
-        return import_library(module, "pip install 'compress-vision[coreml]'")
+        return import_library(module, INSTALL)
 
 
 def operators(path: Path) -> tuple[list[str], list[str], tuple[RuntimeLayer, ...]]:

@@ -18,6 +18,7 @@ from compress.audit.engine import (
     unmet_by_runtime,
 )
 from compress.engines.base import RuntimeLayer
+from compress.support.process import sums_bytes_in_16_bits
 from tests.further import further
 from tests.networks import Net
 
@@ -202,4 +203,4 @@ def test_no_product_is_lost_whose_name_the_engine_does_not_keep(tmp_path):
         layers = engine.runtime_layers()
     assert not [one for one in layers if one.kind in ("FullyConnected", "MatMul") and one.precision == "f32"]
     assert nodes and lost_in_runtime(layers, nodes, folded_names(path)) == ()
-    assert lost_in_runtime(layers, nodes) != ()
+    assert sums_bytes_in_16_bits() or lost_in_runtime(layers, nodes) != ()  # without VNNI it fuses otherwise

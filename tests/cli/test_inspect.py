@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from compress import load_recipe, quantize_onnx
 from compress.cli.app import app
-from compress.errors import AuditError, EngineError
+from compress.errors import AuditError, EngineError, RunError
 from tests.engines.cuda.qdq import Builder
 from tests.onnx_ptq.files import batches, export, run, sqnr
 from tests.onnx_ptq.test_improve import unequal
@@ -60,7 +60,7 @@ def test_refusals(tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"")
     model = runner.invoke(app, ["inspect", "engine", str(tmp_path / "m.onnx")])
     assert isinstance(model.exception, EngineError) and "not an ONNX model, or a truncated one" in str(model.exception)
-    assert isinstance(runner.invoke(app, ["inspect", "engine", str(tmp_path / "no.engine")]).exception, AuditError)
+    assert isinstance(runner.invoke(app, ["inspect", "engine", str(tmp_path / "no.engine")]).exception, RunError)
     both = runner.invoke(app, ["inspect", "engine", str(RECORDED / "inspector_10.json"), "--recipe", "resnet18"])
     assert both.exit_code == 2 and "No such option" in both.output
 

@@ -282,7 +282,7 @@ def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way
     # Two linear layers and what stands between them: no kernel of both, which returns noise.
     a, b = nn.Linear(32, 16, bias=bias), nn.Linear(16, 8, bias=bias)
     model, x, out = Net(lambda net, x: net.b(ROWS[case](net.a(x))), a=a, b=b), torch.randn(4, 32), tmp_path / "m.onnx"
-    quantized_file(way, model.eval(), x, compress.QuantSpec(target="openvino"), out)
+    quantized_file(way, model.eval(), x, compress.QuantSpec(target="openvino", weights=WEIGHTS), out)
     expected = compute(out, x.numpy(), optimize=False)
     read = openvino.Core().read_model(out)
     read.reshape(list(x.shape))
