@@ -2,7 +2,7 @@
 
     python -m analysis.task_training.sizes train --data scenes --sizes n    # float, PTQ, QAT and their files
     python -m analysis.task_training.sizes judge --data scenes              # mAP of the files on engines
-    python -m analysis.task_training.sizes table --speed cuda_engine.json   # the table of what is there
+    python -m analysis.task_training.sizes table --speed cuda_engine.json   # the rows so far
 
 `judge` compares with the float network in torch, of which `train` keeps the boxes beside each run, so that it takes the
 files alone to another machine. Speed is that of analysis/cuda_engine, `--networks yolo_n:32 ... --baseline`.

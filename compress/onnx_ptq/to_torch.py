@@ -99,6 +99,7 @@ class Builder:
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._paths: set[str] = set()
         self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
+        self._used = set(self._prefixes)
         self._inputs: list[fx.Node] = []
 
     def input(self, name: str) -> None:
@@ -158,7 +159,7 @@ class Builder:
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
-        path = free_name(path, self._paths | self._prefixes)
+        path = free_name(path, self._used)
         self._paths.add(path)
         self.path[node.name] = path
         *parents, last = path.split(".")

@@ -128,6 +128,9 @@ def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
         if not found:
             raise RunError(f"{files[0]} holds no ONNX files of a run yet; let it finish with --resume first")
         return found
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        raise RunError(f"there is no file {', '.join(missing)}; give ONNX files, or one run folder")
     stems = [path.stem for path in files]
     return {path.stem if stems.count(path.stem) == 1 else str(path): NetworkFiles(file=path) for path in files}
 

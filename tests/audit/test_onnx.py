@@ -74,7 +74,8 @@ def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     kinds = {node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node}
     (row,) = audit_onnx(path).rows
-    assert sums_bytes_in_16_bits() or row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
+    of_processor = "to = 16" in body and sums_bytes_in_16_bits()  # a cast to bfloat16, which older processors lack
+    assert of_processor or row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
     assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds else "FP32")
 
 

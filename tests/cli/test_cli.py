@@ -89,6 +89,7 @@ REFUSALS = [
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
     (("bench", "none.onnx", "--engine", "openvino"), "none.onnx does not exist"),
+    (("bench", "--engine", "openvino", "none.onnx"), "there is no file none.onnx"),
     (("bench", ":b:.onnx", "--engine", "openvino"), ":b:.onnx does not exist"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
     (("qat", "--recipe", "resnet50", "--set", "bench.engines=[ort]"), "did you mean 'onnxruntime'"),
