@@ -131,7 +131,7 @@ def heads(channels: Sequence[int], num_classes: int) -> tuple[nn.ModuleList, nn.
     boxes = nn.ModuleList(nn.Sequential(Conv(n, inner), nn.Conv2d(inner, 4 * BINS, 1)) for n in channels)
     logits = [nn.Conv2d(inner, num_classes, 1) for _ in channels]
     for last in logits:
-        nn.init.constant_(last.bias, -4.6)  # a score of 1 % at first (Lin et al., arXiv 1708.02002)
+        nn.init.constant_(last.get_parameter("bias"), -4.6)  # a score of 1 % at first (Lin et al., arXiv 1708.02002)
     classes = nn.ModuleList(nn.Sequential(Conv(n, inner), last) for n, last in zip(channels, logits, strict=True))
     return boxes, classes
 
