@@ -155,6 +155,26 @@ def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path
         assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
 
 
+def shortcut(x, net):
+    return net.c(torch.relu(net.b(torch.relu(net.a(x))) + net.shortcut(x)))
+
+
+@pytest.mark.parametrize("target", ["openvino", "tensorrt"])
+def test_threads_do_not_disturb_each_other_in_a_shortcut(target, tmp_path):
+    # As in RegNet: 24 channels, of which a 1 x 1 convolution keeps every second place. Wrong without AVX-512.
+    torch.manual_seed(0)
+    a, b, pointwise = nn.Conv2d(24, 24, 3, 2, 1), nn.Conv2d(24, 24, 3, padding=1), nn.Conv2d(24, 24, 1, 2)
+    model = Net(lambda net, x: shortcut(torch.relu(x), net), a=a, b=b, shortcut=pointwise, c=nn.Conv2d(24, 8, 1))
+    x = torch.rand(8, 24, 16, 16)
+    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
+    path = compress.export_onnx(qmodel, x, tmp_path / "model.onnx")
+    expected = torch.from_numpy(compute(path, x.numpy(), optimize=False))
+    with compress.build_engine(path, "openvino", threads=2, precision="f32") as engine:
+        for _ in range(10):
+            (result,) = engine.run({"input": x.numpy()}).values()
+            assert sqnr(expected, torch.from_numpy(result)) > 35
+
+
 def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
     qmodel = compress.quantize(
         Net(lambda net, x: (net.shared(x), net.averages(x)), shared=shared(), averages=averages()).eval(),
