@@ -6,16 +6,18 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import logging
 import math
+import operator
 import re
 import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -736,57 +738,107 @@ _REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"}
 
 @contextmanager
 def looked_up_once() -> Iterator[None]:
-    """Let one `torch.onnx.export` take tables from here that it builds in each export; inside of `alone`.
+    """Let exports of this thread take tables from here, and leave out a trace that changes nothing; inside of `alone`.
 
-    They are most of the time that a small network's export takes: torch.onnx reads the source of some 500 functions for
-    its table, and torch.export asks for its composite operators 64 times (2.15). A torch that keeps them elsewhere is
-    left alone.
+    That is most of the time of a small network's export: torch.onnx reads the source of some 500 functions for its
+    table, torch.export asks for its composite operators 64 times, and the program is traced a second time (2.15) to
+    replace operators that ONNX lacks. A torch that keeps them elsewhere is left alone.
     """
-    with table_built_once(), operators_named_once():
+    with (
+        _replaced("torch._export.utils", "", "_materialize_cpp_cia_ops", functools.cache),
+        _replaced("torch.onnx._internal.exporter._registration", "ONNXRegistry", "from_torchlib", _built_once),
+        _replaced("torch.onnx._internal.exporter._fx_passes", "", "decompose_with_registry", _decomposed_if_needed),
+    ):
         yield
 
 
 @contextmanager
-def operators_named_once() -> Iterator[None]:
-    """Let torch.export ask for its composite operators once while the context lasts."""
+def _replaced(module: str, owner: str, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Let a function of torch be what `change` makes of it while the context lasts, where torch has it there."""
     try:
-        from torch._export import utils  # optional: private, moves with torch
-
-        named = utils.__dict__["_materialize_cpp_cia_ops"]
-    except (ImportError, KeyError):
+        holder: Any = importlib.import_module(module)
+        holder = getattr(holder, owner) if owner else holder
+        original = holder.__dict__[name]
+    except (ImportError, AttributeError, KeyError):  # private, moves with torch
         yield
         return
-    module: Any = utils
-    module._materialize_cpp_cia_ops = functools.cache(named)
+    setattr(holder, name, change(original))
     try:
         yield
     finally:
-        module._materialize_cpp_cia_ops = named
+        setattr(holder, name, original)
 
 
-@contextmanager
-def table_built_once() -> Iterator[None]:
-    """Let `torch.onnx.export` take its table of ONNX functions from here while the context lasts."""
-    try:
-        from torch.onnx._internal.exporter._registration import ONNXRegistry  # optional: private, moves with torch
+def _built_once(build: Any) -> Any:
+    """Return `ONNXRegistry.from_torchlib`, whose table is built in its first call alone."""
 
-        build = ONNXRegistry.__dict__["from_torchlib"]
-    except (ImportError, AttributeError, KeyError):
-        yield
-        return
-
-    def copied(**options: int) -> object:
+    def copied(registry: Any, **options: int) -> object:
         key = options.get("opset_version"), _REGISTERING.intersection(sys.modules)
         if key not in _BUILT:
-            _BUILT[key] = build.__get__(None, ONNXRegistry)(**options)
-        table = ONNXRegistry()
+            _BUILT[key] = build.__get__(None, registry)(**options)
+        table = registry()
         table.__dict__.update(_BUILT[key].__dict__)
         table.functions = {target: list(rows) for target, rows in _BUILT[key].functions.items()}
         return table
 
-    registry: Any = ONNXRegistry
-    registry.from_torchlib = staticmethod(copied)
-    try:
-        yield
-    finally:
-        registry.from_torchlib = build
+    return classmethod(copied)
+
+
+def _decomposed_if_needed(decompose: Any) -> Any:
+    """Return torch.onnx's decomposition, which leaves a program of this thread alone whose operators ONNX has all."""
+    thread = threading.get_ident()
+
+    def decomposed(program: Any, registry: Any) -> object:
+        known = {rows[0].fx_target for rows in registry.functions.values() if rows}
+        if threading.get_ident() == thread and _made_functional(program.graph, known):
+            return program
+        return decompose(program, registry)
+
+    return decomposed
+
+
+def _made_functional(graph: fx.Graph, known: Collection[object]) -> bool:
+    """Write operators as the second trace would, in place; False, and nothing is changed, if it must do that itself.
+
+    An operator that writes into a result of one reader becomes the one that returns a new tensor.
+    """
+    aten, written, flattened = torch.ops.aten, dict[fx.Node, object](), set[object]()
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        target: Any = node.target
+        if target is operator.getitem or getattr(target, "namespace", "") == "onnx_symbolic":
+            continue
+        if target is aten.adaptive_avg_pool2d.default and list(node.args[1]) == [1, 1]:
+            written[node] = aten.mean.dim
+        elif isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            written[node] = _returning(node, written)
+        packet, done = getattr(target, "overloadpacket", None), written.get(node, target)
+        if done not in known or packet in _TRACED or (packet is aten.flatten and node.args[0] in flattened):
+            return False
+        if packet is aten.flatten:  # onnxscript (0.7) loses the shape of the second flattening of a tensor
+            flattened.add(node.args[0])
+    for node, target in written.items():
+        node.target = target
+        if target is aten.mean.dim:
+            node.args = (node.args[0], [-1, -2], True)
+    return True
+
+
+def _returning(node: fx.Node, written: Collection[fx.Node]) -> object:
+    """Return the operator that returns what one in place writes into a result that nothing else reads, or None."""
+    x, target = node.args[0], cast(Any, node.target)
+    packet = getattr(torch.ops.aten, target._schema.name.partition("::")[2].removesuffix("_"), None)
+    if not isinstance(x, fx.Node) or len(x.users) != 1 or not target._schema.name.startswith("aten::"):
+        return None
+    own = x in written or getattr(x.target, "overloadpacket", None) in _NEW_TENSORS
+    types = {value.meta["val"].dtype for value in node.all_input_nodes if isinstance(value.meta.get("val"), Tensor)}
+    return getattr(packet, target._overloadname, None) if own and len(types) == 1 else None
+
+
+def _packets(names: str) -> frozenset[object]:
+    return frozenset(getattr(torch.ops.aten, name) for name in names.split())
+
+
+# Operators whose result is memory of its own.
+_NEW_TENSORS = _packets("conv1d conv2d conv3d linear batch_norm add sub mul matmul cat")
+# Registered, and decomposed by the second trace for open lengths.
+_TRACED = _packets("lstm gru rnn_tanh rnn_relu")

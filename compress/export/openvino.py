@@ -100,7 +100,7 @@ def strides_kept(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] 
 
     With padding, in float too: a pass moves the stride to the operation before, and the padding is then counted at
     the wrong resolution. INT8 with 8, 24, 40... input channels: without AVX-512, threads copy the positions that the
-    stride keeps 16 channels at a time, into each other's (RegNet's shortcuts, 14 dB, other values in every run).
+    stride keeps 16 channels at a time, into each other's (RegNet's shortcuts: other values in every run).
     """
     if node.op_type != "Conv" or not moves_its_stride(node, view):
         return None

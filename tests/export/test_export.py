@@ -30,7 +30,7 @@ from compress.detection import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export import names
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
-from compress.export.onnx import looked_up_once, operators_named_once, prepare, quiet, table_built_once
+from compress.export.onnx import looked_up_once, prepare, quiet
 from compress.export.openvino import batches_kept
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
@@ -258,11 +258,35 @@ def overwriting(net, x):
     return net.act(x) + kept
 
 
-def test_what_is_changed_in_place_is_read_changed(tmp_path):
+def read_before_and_after(net, x):
+    y = net.one(x)
+    z = y.sigmoid()
+    y.add_(x).relu_()
+    return z - y
+
+
+WRITES = {
+    "several layers": overwriting,
+    "another reader before": read_before_and_after,
+    "a view of the result": lambda net, x: net.one(x).flatten(1).relu_(),
+    "a result behind its view": lambda net, x: (lambda y: (y[:, :1].mul_(3), y))(net.one(x))[1],
+    "one after the other": lambda net, x: net.one(x).mul_(2).add_(x).clamp_(-1, 2).mean((2, 3)),
+    "the image": lambda net, x: (x.relu_(), net.one(x))[1] - x,
+    "another type": lambda net, x: net.one(x).gt(0).add(1).mul_(x.gt(1)).float() + x,
+    "two flattenings": lambda net, x: (net.one(x).flatten(1).mean(1, True) + x.flatten(1)) * x.flatten(2).flatten(1),
+    "an average": lambda net, x: F.adaptive_avg_pool2d(net.one(x).relu_(), 1).sigmoid_() * x,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("traced", [True, False], ids=["graph", "module"])
+def test_what_is_changed_in_place_is_read_changed(write, traced, tmp_path):
     layers = {name: nn.Conv2d(3, 3, 3, padding=1) for name in ("one", "two", "three")}
-    traced = torch.fx.symbolic_trace(Net(overwriting, **layers, act=nn.ReLU6(True), own=nn.ReLU6(True)).eval())
-    path = compress.export_onnx(traced, X[:1], tmp_path / "m.onnx")
-    np.testing.assert_allclose(run(path, X * 4), traced(X * 4).detach(), rtol=1e-4, atol=1e-5)
+    model = Net(WRITES[write], **layers, act=nn.ReLU6(True), own=nn.ReLU6(True)).eval()
+    model = torch.fx.symbolic_trace(model) if traced else model
+    path = compress.export_onnx(model, X[:1], tmp_path / "m.onnx")
+    expected = model((X * 4).clone()).detach()
+    np.testing.assert_allclose(run(path, X * 4), expected, rtol=1e-4, atol=1e-5)
 
 
 @dataclass
@@ -634,7 +658,7 @@ def test_averages_keep_their_divisor(tmp_path):
 def test_the_table_is_torchs_own_and_no_export_changes_the_next():
     registry = pytest.importorskip("torch.onnx._internal.exporter._registration").ONNXRegistry
     before = registry.__dict__["from_torchlib"]
-    with table_built_once():
+    with looked_up_once():
         registry().from_torchlib(opset_version=19).functions.clear()
         registry.from_torchlib(opset_version=19).functions["aten::relu"].clear()
         third = registry.from_torchlib(opset_version=19)
@@ -657,7 +681,7 @@ def test_composite_operators_are_those_that_torch_names_itself():
     utils = pytest.importorskip("torch._export.utils")
     before = utils._materialize_cpp_cia_ops
     own = set(utils._collect_all_valid_cia_ops())
-    with operators_named_once():
+    with looked_up_once():
         found = [set(utils._collect_all_valid_cia_ops()) for _ in range(2)]
     assert utils._materialize_cpp_cia_ops is before
     assert own == found[0] == found[1] and len(own) > 100
