@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypeVar, cast, get_args
 from pydantic import Field
 
 from compress.errors import QuantizationError
+from compress.support.process import sums_bytes_in_16_bits
 from compress.support.validation import (
     AtLeastOne,
     BatchSize,
@@ -50,7 +51,7 @@ class WeightSpec:
 
     Attributes:
         num_bits: fewer than 8 are written as 8-bit integers of a narrower range, and 4 as ONNX INT4 where the opset
-            has it (21).
+            has it (21). `auto` is 8, and 7 for OpenVINO on an x86 processor without VNNI, whose sums saturate with 8.
         axis: 0 = a scale for every output channel, None = one scale per tensor.
         calibrator: method that chooses `amax`.
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
@@ -62,11 +63,21 @@ class WeightSpec:
         4
     """
 
-    num_bits: Bits = 8
+    num_bits: Bits | Literal["auto"] = "auto"
     axis: Literal[0] | None = 0
     calibrator: CalibratorName = "max"
     percentile: Percentile = 99.99
     kind: Kind = "int"
+
+    def bits_for(self, target: Target) -> int:
+        """Bits of the weights of a network for a target, on this machine.
+
+        >>> WeightSpec().bits_for("tensorrt"), WeightSpec(num_bits=4).bits_for("tensorrt")
+        (8, 4)
+        """
+        if self.num_bits != "auto":
+            return self.num_bits
+        return 7 if target == "openvino" and self.kind == "int" and sums_bytes_in_16_bits() else 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +368,7 @@ def _kind_contradictions(spec: QuantSpec) -> Iterator[str]:
         for name, part in (("weights", weights), ("activations", activations)):
             if part is None or part.kind == "int":
                 continue
-            if part.num_bits != 8:
+            if part.num_bits not in (8, "auto"):
                 yield f"{where}.{name}.num_bits is {part.num_bits} with kind e4m3: FP8 has 8"
             if part.calibrator not in ("max", "percentile"):
                 yield (

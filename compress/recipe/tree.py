@@ -173,6 +173,12 @@ class Recipe:
             for key in ("smooth", "bias_correction"):
                 if quantization[key] == "auto":  # the default was null, which a torch model takes "auto" as
                     quantization[key] = None
+            seven = (
+                7 in map(self.quantization.weights.bits_for, self.quantization.targets) if self.quantization else False
+            )
+            for weights in (quantization["weights"], *(rule["weights"] or {} for rule in quantization["rules"])):
+                if weights.get("num_bits") == "auto" and not seven:  # the default was 8
+                    weights["num_bits"] = 8
             for rule in quantization["rules"]:
                 for key in ("reason", "channel_scales"):
                     if not rule[key]:

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 NO_VNNI = (
     "This processor has no VNNI: OpenVINO adds products of bytes in 16 bits, which saturate, so that its results are "
-    "not the file's. Weights of 7 bits are exact on it (`quantization.weights.num_bits: 7`), the engine `onnxruntime` "
-    "is with 8, and accuracy that is measured here does not hold for processors with VNNI"
+    "not the file's. Weights of 7 bits are exact on it (`quantization.weights.num_bits: 7`, the default "
+    "for target openvino there), the engine `onnxruntime` is with 8, and accuracy that is measured here "
+    "does not hold for processors with VNNI"
 )
 
 

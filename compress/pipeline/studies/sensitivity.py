@@ -125,7 +125,7 @@ def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpe
     if spec is None:
         raise RecipeError("sensitivity needs a `quantization` section, and the recipe has quantization: null")
     spec = spec.for_target()  # one placement is studied, the one that training follows
-    specs = {f"w{spec.weights.num_bits}a{spec.activations.num_bits}": spec}
+    specs = {f"w{spec.weights.bits_for(spec.only_target)}a{spec.activations.num_bits}": spec}
     for bits in weight_bits:
         other = everywhere(spec, "weights", num_bits=bits)
         check_quant_spec(other)

@@ -165,6 +165,7 @@ class LayerSettings:
     enable: bool
     weights: WeightSpec
     activations: ActivationSpec
+    weight_bits: int
     rule: str = ""
     reason: str = ""
 
@@ -190,18 +191,17 @@ def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
     for rule in spec.rules:
         if _matches(rule, names) and not rule.channel_scales:
             last = rule
+    weights, activations = (last and last.weights) or spec.weights, (last and last.activations) or spec.activations
     if last is None and end and spec.first_last_bits is not None:
         bits = spec.first_last_bits
-        weights, activations = replace(spec.weights, num_bits=bits), replace(spec.activations, num_bits=bits)
-        return LayerSettings(enable=True, weights=weights, activations=activations)
-    if last is None:
-        return LayerSettings(enable=True, weights=spec.weights, activations=spec.activations)
+        weights, activations = replace(weights, num_bits=bits), replace(activations, num_bits=bits)
     return LayerSettings(
-        enable=last.enable,
-        weights=last.weights or spec.weights,
-        activations=last.activations or spec.activations,
-        rule=last.match,
-        reason=last.reason,
+        enable=last is None or last.enable,
+        weights=weights,
+        activations=activations,
+        weight_bits=weights.bits_for(spec.only_target),
+        rule=last.match if last else "",
+        reason=last.reason if last else "",
     )
 
 
@@ -310,7 +310,7 @@ def requests_of(
         found.refuse(node, f"{node.kind} stays float", _why_float(node, table.wide[node.kind]))
         return found
     if node.kind in WEIGHTED:
-        found.weight = _weight_site(node, own.weights, table)
+        found.weight = _weight_site(node, own.weights, table, own.weight_bits)
     if residual and "add" not in table.inputs:
         _request_residual(found, node, table, settings, depth)
     elif node.kind in table.inputs:
@@ -460,13 +460,13 @@ def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
     return True
 
 
-def _weight_site(node: Node, spec: WeightSpec, table: TargetTable) -> WeightSite:
+def _weight_site(node: Node, spec: WeightSpec, table: TargetTable, bits: int) -> WeightSite:
     parameters = node.parameters
     axis = parameters.axis if parameters is not None and spec.axis is not None else None
     if axis == 1 and parameters is not None and parameters.groups != 1:
         axis = None  # the axis holds the outputs of one group only; a scale for each does not exist in ONNX
-    narrow = not table.all_integers or spec.num_bits == MOST_BITS
-    quant_format = QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=narrow, kind=spec.kind)
+    narrow = not table.all_integers or bits == MOST_BITS
+    quant_format = QuantFormat(num_bits=bits, axis=axis, narrow=narrow, kind=spec.kind)
     return WeightSite(path=node.path, format=quant_format, spec=spec)
 
 
@@ -789,7 +789,11 @@ def _activation_row(
     )
 
 
+_NARROWED = "; 7 bits, which no sum of this processor saturates (it has no VNNI); weights.num_bits: 8 for others alone"
+
+
 def _weight_row(site: WeightSite) -> Decision:
+    seven = site.format.num_bits == 7
     scales = ("per output channel" if site.format.axis is not None else "per tensor") + (
         ", symmetric" if site.format.narrow else f", {site.format.low} to {site.format.high}"
     )
@@ -802,7 +806,7 @@ def _weight_row(site: WeightSite) -> Decision:
         axis=site.format.axis,
         signed=True,
         rule="weight",
-        reason=scales + _number_type(site.format),
+        reason=scales + _number_type(site.format) + (_NARROWED if site.spec.num_bits == "auto" and seven else ""),
     )
 
 

@@ -80,7 +80,7 @@ _BYTES = 1 << 30
 def looks_at_layers(spec: QuantSpec) -> bool:
     """True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
     both = (spec.weights, spec.activations)
-    return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)
+    return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits in (8, "auto") for part in both)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,21 @@ def test_grouped_transposed_convolutions_have_one_weight_scale():
     assert axes == {"0": None, "1": 0}
 
 
+@pytest.mark.parametrize("features", ["avx2", "avx2 avx_vnni"])
+def test_weights_for_openvino_have_the_bits_whose_sums_this_processor_holds(features, monkeypatch):
+    # VPMADDUBSW adds two products of a byte without a sign and one with a sign in 16 bits: 2 * 255 * 64 fits.
+    monkeypatch.setattr("compress.support.process.instruction_sets", lambda: frozenset(features.split()))
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    most = {}
+    for target, bits in product(["openvino", "onnxruntime", "tensorrt"], ["auto", 8]):
+        qmodel = quantize(network(), x, [x], spec=QuantSpec(target=target, weights=WeightSpec(num_bits=bits)))
+        rows = [row for row in qmodel.placement.decisions if row.rule == "weight"]
+        most[target, bits] = {2 ** (row.num_bits - 1) - 1 for row in rows}
+        assert all(("no VNNI" in row.reason) == (row.num_bits == 7) for row in rows)
+    assert most.pop(("openvino", "auto")) == ({63} if features == "avx2" else {127})
+    assert set(map(tuple, most.values())) == {(127,)}
+
+
 def test_csv_holds_every_decision():
     import csv
 
