@@ -11,7 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -117,8 +117,17 @@ def set_verbosity(quiet: bool, verbose: bool) -> None:
 
 
 def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Add what every command takes: `-q`, `-v`, and its recipe as an argument too."""
-    params = dict(inspect.signature(function, eval_str=True).parameters)
+    """Add what every command takes: `-q`, `-v`, and its recipe as an argument too.
+
+    A parameter whose type is a dataclass stands for the options that are its fields.
+    """
+    params: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name, param in inspect.signature(function, eval_str=True).parameters.items():
+        fields = inspect.signature(param.annotation, eval_str=True).parameters if is_dataclass(param.annotation) else {}
+        params |= fields or {name: param}
+        if fields:
+            groups[name] = param.annotation, [*fields]
     named = "recipe" in params and not any("Argument" in str(param.annotation) for param in params.values())
     required = named and params["recipe"].default is inspect.Parameter.empty
 
@@ -132,7 +141,8 @@ def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
             given["recipe"] = str(given["from_"] / "recipe.yaml")
         if required and given["recipe"] is None:
             raise RecipeError(f"name a recipe: a path, or one of {', '.join(recipe_names())}")
-        function(**given)
+        made = {name: kind(**{field: given.pop(field) for field in own}) for name, (kind, own) in groups.items()}
+        function(**given, **made)
 
     if named:
         params["recipe"] = params["recipe"].replace(default=params["recipe"].default if not required else None)
