@@ -94,6 +94,12 @@ def write_text(path: Path | str, text: str) -> Path:
     return Path(path)
 
 
+def write_bytes(path: Path | str, content: bytes) -> Path:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+    return Path(path)
+
+
 def write_json(path: Path | str, value: Any) -> Path:
     """Indented JSON, whole or not at all."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

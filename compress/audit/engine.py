@@ -16,8 +16,9 @@ from typing import Any, Literal
 import onnx
 
 from compress.engines.base import RuntimeLayer, load_onnx
+from compress.errors import first_few
 from compress.export.names import is_node
-from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, without_weights
+from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, inferred_graph, whole_shapes
 
 Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
 
@@ -628,20 +629,14 @@ def onnx_shapes(path: Path | str) -> OnnxShapes:
 
 def _inferred(model: onnx.ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
     """The shapes that are known in all dimensions if the open batch of the inputs is `batch`."""
-    fixed = without_weights(model)
-    weights = {tensor.name for tensor in fixed.graph.initializer}
-    for value in fixed.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        if value.name not in weights and dims and not dims[0].HasField("dim_value"):
-            dims[0].dim_value = batch
-    for value in fixed.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    graph = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
-    return {
-        value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
-        for value in (*graph.value_info, *graph.output)
-        if all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    dims = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input if value.name not in weights}
+    sizes = {
+        name: (batch, *(size.dim_value if size.HasField("dim_value") else None for size in own[1:]))
+        for name, own in dims.items()
+        if own and not own[0].HasField("dim_value")
     }
+    return whole_shapes(inferred_graph(model, sizes))
 
 
 def _per_image(two: tuple[int, ...] | None, three: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -805,7 +800,6 @@ _RUNTIME_WEIGHTED = frozenset(
     | {"QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger"}
 )
 _FOLDED = frozenset({"Add", "Mul", "Sub", "Div"})
-_SHOWN = 3
 
 
 def unmet_by_audit(audit: EngineAudit, require: Require, int8_nodes: Collection[str]) -> tuple[str, ...]:
@@ -815,7 +809,7 @@ def unmet_by_audit(audit: EngineAudit, require: Require, int8_nodes: Collection[
     """
     if require == "fp16":
         wide = [layer.name for layer in audit.weighted if layer.precision in {"fp32", "tf32"}]
-        return (f"{len(wide)} of {len(audit.weighted)} layers compute in FP32: {_some(wide)}",) if wide else ()
+        return (f"{len(wide)} of {len(audit.weighted)} layers compute in FP32: {first_few(wide, 3)}",) if wide else ()
     if not int8_nodes:
         return ("the ONNX file has no INT8 operation",)
     eight = [layer for layer in audit.weighted if layer.precision in EIGHT_BITS]
@@ -879,11 +873,8 @@ def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
 def _missing(lost: Sequence[str], int8_nodes: Collection[str]) -> tuple[str, ...]:
     if not lost:
         return ()
-    return (f"{len(lost)} of {len(int8_nodes)} INT8 operations of the ONNX file are not INT8 here: {_some(lost)}",)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    some = first_few(lost, 3)
+    return (f"{len(lost)} of {len(int8_nodes)} INT8 operations of the ONNX file are not INT8 here: {some}",)
 
 
 @dataclass(frozen=True, kw_only=True)

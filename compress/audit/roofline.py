@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.audit.engine import EIGHT_BITS, AuditedLayer, EngineAudit
+from compress.errors import first_few
 from compress.roofline_model import Device, Roofline, Row, find_device
 from compress.roofline_model.counting import Kernel
 from compress.roofline_model.model import row_under_roof
-
-_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +107,7 @@ def choices_text(choices: tuple[LayerChoice, ...], *, device: str, batch_size: i
     eight, half = sum(c.int8_ms for c in choices), sum(c.fp16_ms for c in choices)
     best = sum(min(c.int8_ms, c.fp16_ms) for c in choices)
     paying = [c.name for c in choices if c.int8_pays]
-    shown = ", ".join(paying[:_SHOWN]) + (f" and {len(paying) - _SHOWN} more" if len(paying) > _SHOWN else "")
-    where = f": {shown}" if 0 < len(paying) < len(choices) else ""
+    where = f": {first_few(paying, 6)}" if 0 < len(paying) < len(choices) else ""
     return (
         f"Under the roofs of {device} at batch {batch_size} the weighted layers take at least {eight:.3f} ms in INT8 "
         f"as built, {half:.3f} ms in fp16, and {best:.3f} ms with the better of the two for each. INT8 can pay in "

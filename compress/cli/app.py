@@ -29,8 +29,6 @@ from compress.cli.lazy import (
     Quiet,
     Verbose,
     lazy_group,
-    refused_build,
-    refused_inspect,
     set_verbosity,
 )
 from compress.errors import CompressError
@@ -177,12 +175,12 @@ app = typer.Typer(
     help="Make PyTorch vision models small and fast, and measure them on the engine.",
 )
 app.add_typer(
-    typer.Typer(cls=lazy_group(_BUILD, refuse=refused_build)),
+    typer.Typer(cls=lazy_group(_BUILD, group="build")),
     name="build",
     help="Build TensorRT or TensorRT-RTX engine files, also for GPUs that are not in this machine.",
 )
 app.add_typer(
-    typer.Typer(cls=lazy_group(_INSPECT, refuse=refused_inspect)),
+    typer.Typer(cls=lazy_group(_INSPECT, group="inspect")),
     name="inspect",
     help="Look at a model, an ONNX file, an engine, or the parity of engines; nothing is changed.",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,61 +29,76 @@ from compress.recipe.tree import Recipe, load_recipe
 from compress.roofline_model.model import find_device
 from compress.variants import Variant
 
-EngineOption = Annotated[
-    str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt; litert, executorch, coreml (phones).")
-]
-SmOption = Annotated[str | None, typer.Option("--sm", help="Compute capabilities, such as 89,120 (tensorrt-rtx).")]
-BatchOption = Annotated[str | None, typer.Option(help="Least, best and largest batch: 1,8,32.")]
-SizeOption = Annotated[str | None, typer.Option(help="Least, best and largest side, where the file leaves it open.")]
-FurtherOption = Annotated[
-    list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Further ones: optimization_level=5, ...")
-]
-FileOption = Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")]
-CommandsOption = Annotated[
-    bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")
-]
 ENGINE = "tensorrt-rtx"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of a build."""
+
+    engine: Annotated[
+        str, typer.Option("--engine", help="tensorrt-rtx (any machine), tensorrt; litert, executorch, coreml (phones).")
+    ] = ENGINE
+    sm: Annotated[str | None, typer.Option("--sm", help="Compute capabilities, such as 89,120 (tensorrt-rtx).")] = None
+    batch: Annotated[str | None, typer.Option(help="Least, best and largest batch: 1,8,32.")] = None
+    size: Annotated[str | None, typer.Option(help="Least, best and largest side, where the file leaves it open.")] = (
+        None
+    )
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Further ones: optimization_level=5, ...")
+    ] = None
+
+    def parsed(self, recipe: Recipe | None = None) -> TensorRTOptions:
+        engine = self.engine
+        if engine not in BUILDERS:
+            raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
+        portable = recipe is not None and BUILDERS[engine].portable
+        sms = self.sm or (",".join(map(str, recipe.bench.sm)) if recipe is not None and portable else "")
+        given = {name: value for name, value in (("sm", sms), ("batch", self.batch), ("size", self.size)) if value}
+        for text in self.option or []:
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise EngineError(f"--option {text!r} is not of the form name=value, such as optimization_level=5")
+            given[name] = value
+        return parse_options(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Options that say what is made of a build."""
+
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")] = None
+    commands: Annotated[
+        bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")
+    ] = False
+    as_json: JsonOption = False
+
+
 def build_file(
-    file: Annotated[Path, typer.Argument(help="An ONNX file.")],
-    engine: EngineOption = ENGINE,
-    sm: SmOption = None,
-    batch: BatchOption = None,
-    size: SizeOption = None,
-    option: FurtherOption = None,
-    out: FileOption = None,
-    commands: CommandsOption = False,
-    as_json: JsonOption = False,
+    file: Annotated[Path, typer.Argument(help="An ONNX file.")], build: EngineOptions, output: Output
 ) -> None:
-    if engine in PHONES:
-        _write_for_phone(file, engine, out, batch, as_json)
+    if build.engine in PHONES:
+        _write_for_phone(file, build.engine, output.out, build.batch, output.as_json)
         return
-    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option)
-    _build(file, engine, options, out=out, commands=commands, as_json=as_json)
+    _build(file, build.engine, build.parsed(), output)
 
 
 def build_recipe(
     recipe: RecipeOption,
+    *,
     from_: FromOption = None,
-    engine: EngineOption = ENGINE,
-    sm: SmOption = None,
-    batch: BatchOption = None,
-    size: SizeOption = None,
-    option: FurtherOption = None,
+    build: EngineOptions,
     variant: VariantOption = "",
-    out: FileOption = None,
-    commands: CommandsOption = False,
+    output: Output,
     set_: SetOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     parsed = load_recipe(recipe, set_ or ())
-    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
-    if not commands:  # before a run that may be missing is made
+    engine, options = build.engine, build.parsed(parsed)
+    if not output.commands:  # before a run that may be missing is made
         check_builder(engine, options)
         _check_target(parsed, variant)
     file = exported_file(recipe, parsed, variant, engine, folder=from_)
-    _build(file, engine, options, out=out, commands=commands, as_json=as_json)
+    _build(file, engine, options, output)
 
 
 def _check_target(recipe: Recipe, variant: str) -> None:
@@ -108,28 +123,6 @@ def _write_for_phone(file: Path, engine: str, out: Path | None, batch: str | Non
     print_next(f"inspect engine {path}")
 
 
-def engine_options(
-    engine: str,
-    *,
-    sm: str | None,
-    batch: str | None,
-    size: str | None,
-    further: list[str] | None,
-    recipe: Recipe | None = None,
-) -> TensorRTOptions:
-    if engine not in BUILDERS:
-        raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
-    portable = recipe is not None and BUILDERS[engine].portable
-    sms = sm or (",".join(map(str, recipe.bench.sm)) if recipe is not None and portable else "")
-    given = {name: value for name, value in (("sm", sms), ("batch", batch), ("size", size)) if value}
-    for text in further or []:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise EngineError(f"--option {text!r} is not of the form name=value, such as optimization_level=5")
-        given[name] = value
-    return parse_options(given)
-
-
 def exported_file(
     name: str, recipe: Recipe, variant: str = "", engine: str = ENGINE, *, folder: Path | None = None
 ) -> Path:
@@ -146,15 +139,13 @@ def exported_file(
     return networks_of([folder])[str(chosen_variant(folder, variant))].of(engine)
 
 
-def _build(
-    path: Path, engine: str, options: TensorRTOptions, *, out: Path | None, commands: bool, as_json: bool
-) -> None:
-    if commands:
-        _show_commands(path, options, as_json)
+def _build(path: Path, engine: str, options: TensorRTOptions, output: Output) -> None:
+    if output.commands:
+        _show_commands(path, options, output.as_json)
         return
     with progress() as bars:
-        built = build_tensorrt(path, engine, options=options, out=out, progress=bars)
-    _show(built, path, options, as_json)
+        built = build_tensorrt(path, engine, options=options, out=output.out, progress=bars)
+    _show(built, path, options, output.as_json)
 
 
 def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: bool) -> None:
@@ -196,12 +187,9 @@ _COLUMNS = ("form", "SM", "MB an image", "kernels", "8-bit macs", "least ms", "a
 
 def explore(
     recipe: RecipeOption,
+    *,
     from_: FromOption = None,
-    engine: EngineOption = ENGINE,
-    sm: SmOption = None,
-    batch: BatchOption = None,
-    size: SizeOption = None,
-    option: FurtherOption = None,
+    build: EngineOptions,
     variant: VariantOption = "",
     device: Annotated[
         str | None, typer.Option(help="Device whose roofs bound the time, such as rtx4090; also finds where INT8 pays.")
@@ -215,7 +203,7 @@ def explore(
     parsed = load_recipe(recipe, set_ or ())
     if device is not None:
         find_device(device)  # refused before a run that may be missing is made
-    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
+    engine, options = build.engine, build.parsed(parsed)
     options = options if options.sms else replace(options, sms=PORTABLE_SMS)
     check_builder(engine, options if BUILDERS[engine].portable else replace(options, sms=()))
     require_engine("onnxruntime")  # compares the answers of the forms

@@ -199,12 +199,6 @@ class Verbosity:
 VERBOSITY = Verbosity()  # the choice of `--quiet` and `--verbose`, which come before the command
 
 
-def lines_of(level: int) -> LineProgress:
-    if level > 0:
-        return LineProgress(_print_line, _figures, every=1.0, short=0.0)
-    return LineProgress(_print_line, _figures)
-
-
 @contextmanager
 def progress(show: bool = True) -> Iterator[Progress]:
     """Show progress on standard error: bars on a terminal, lines elsewhere and with `--verbose`.
@@ -214,8 +208,10 @@ def progress(show: bool = True) -> Iterator[Progress]:
     if not show or VERBOSITY.level < 0:
         yield NoProgress()
         return
-    if not ERRORS.is_terminal or VERBOSITY.level > 0:
-        with lines_of(VERBOSITY.level) as lines:
+    loud = VERBOSITY.level > 0
+    if loud or not ERRORS.is_terminal:
+        every, short = (1.0, 0.0) if loud else (QUIET_S, _SHORT_S)
+        with LineProgress(_print_line, _figures, every=every, short=short) as lines:
             yield lines
         return
     with Bars(*bar_columns(ERRORS.width), console=ERRORS) as bars:
@@ -248,7 +244,10 @@ def print_table(
     otherwise its last columns of numbers are left out, which a line says.
     """
     right, cells = set(numbers), [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
+    columns_of_lines = (
+        [line for cell in column for line in cell.splitlines()] for column in zip(columns, *cells, strict=True)
+    )
+    widths = [max(map(len, lines), default=0) for lines in columns_of_lines]
     too_wide = OUT.is_terminal and _needs(widths) > OUT.width
     below = too_wide and len(widths) > 2 and widths[-1] > _SENTENCE
     shown = len(columns) - below
@@ -287,10 +286,6 @@ def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
 
 def _needs(widths: Sequence[int]) -> int:
     return sum(widths) + 3 * len(widths) + 1
-
-
-def _width(text: str) -> int:
-    return max(map(len, text.splitlines()), default=0)
 
 
 def print_next(*commands: str) -> None:

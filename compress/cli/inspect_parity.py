@@ -12,22 +12,16 @@ from rich.markup import escape
 
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
 from compress.cli.options import (
-    ChannelsOption,
     DataOption,
     FileOption,
+    FormOptions,
     ImagesOption,
-    InputSizeOption,
     JsonOption,
-    LayoutOption,
-    MeanOption,
     MetricOption,
     RecipeChoice,
-    ResizeOption,
     SetOption,
-    StdOption,
     TargetOption,
     batches_of,
-    form_of,
     spec_of,
 )
 from compress.errors import RecipeError
@@ -122,6 +116,7 @@ def _effect(effect: Effect, unit: str) -> str:
 
 
 def inspect_parity(
+    *,
     recipe: RecipeChoice = None,
     run: Annotated[Path | None, typer.Option("--run", help="A run folder in place of a recipe.")] = None,
     set_: SetOption = None,
@@ -133,12 +128,7 @@ def inspect_parity(
     onnx: FileOption = None,
     data: DataOption = None,
     target: TargetOption = None,
-    size: InputSizeOption = None,
-    resize: ResizeOption = None,
-    mean: MeanOption = None,
-    std: StdOption = None,
-    layout: LayoutOption = "NCHW",
-    channels: ChannelsOption = "RGB",
+    form: FormOptions,
     images: ImagesOption = None,
     metric: MetricOption = None,
     as_json: JsonOption = False,
@@ -148,8 +138,7 @@ def inspect_parity(
         if goal is None or run is not None:
             raise RecipeError("--onnx FILE is compared with float: add --mend or --mend-sqnr, and no --run")
         spec = spec_of(recipe, set_, target, images)
-        form = form_of(onnx, size, mean, std, layout, channels, resize)
-        batches = batches_of(data, form, spec.calibration_images)
+        batches = batches_of(data, form.of(onnx), spec.calibration_images)
         judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
             show = mend_file(onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars)

@@ -11,7 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -60,14 +60,12 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, parent, **extra)
 
 
-def lazy_group(
-    entries: Mapping[str, Entry | None], *, refuse: Callable[[Arguments], str | None] | None = None
-) -> type[TyperGroup]:
+def lazy_group(entries: Mapping[str, Entry | None], *, group: str = "") -> type[TyperGroup]:
     """A class for `typer.Typer(cls=...)`.
 
     Args:
         entries: in the order of the help; None is the place of a group that `add_typer` adds.
-        refuse: returns why arguments are refused before any command sees them, or None.
+        group: its name in `_GROUPS`, which says what is refused before any command sees it; "" = nothing is.
     """
 
     class LazyGroup(TyperGroup):
@@ -79,8 +77,7 @@ def lazy_group(
             self.commands = {name: lazy.get(name) or self.commands[name] for name in entries}
 
         def parse_args(self, ctx: Any, args: Arguments) -> Arguments:
-            reason = refuse(args) if refuse is not None else None
-            if reason is not None:
+            if group and (reason := refused(group, args)) is not None:
                 raise RecipeError(reason)
             return super().parse_args(ctx, args)
 
@@ -107,9 +104,6 @@ def _interrupt_ends_process() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-_HELP = "--help"
-
-
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Show no progress.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", metavar="", help="Show progress as lines, at least every second.")
@@ -123,8 +117,17 @@ def set_verbosity(quiet: bool, verbose: bool) -> None:
 
 
 def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Add what every command takes: `-q`, `-v`, and its recipe as an argument too."""
-    params = dict(inspect.signature(function, eval_str=True).parameters)
+    """Add what every command takes: `-q`, `-v`, and its recipe as an argument too.
+
+    A parameter whose type is a dataclass stands for the options that are its fields.
+    """
+    params: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name, param in inspect.signature(function, eval_str=True).parameters.items():
+        fields = inspect.signature(param.annotation, eval_str=True).parameters if is_dataclass(param.annotation) else {}
+        params |= fields or {name: param}
+        if fields:
+            groups[name] = param.annotation, [*fields]
     named = "recipe" in params and not any("Argument" in str(param.annotation) for param in params.values())
     required = named and params["recipe"].default is inspect.Parameter.empty
 
@@ -138,7 +141,8 @@ def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
             given["recipe"] = str(given["from_"] / "recipe.yaml")
         if required and given["recipe"] is None:
             raise RecipeError(f"name a recipe: a path, or one of {', '.join(recipe_names())}")
-        function(**given)
+        made = {name: kind(**{field: given.pop(field) for field in own}) for name, (kind, own) in groups.items()}
+        function(**given, **made)
 
     if named:
         params["recipe"] = params["recipe"].replace(default=params["recipe"].default if not required else None)
@@ -154,22 +158,12 @@ def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def refused_inspect(arguments: Sequence[str]) -> str | None:
-    nothing = "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)"
-    return _refused("inspect", arguments, nothing, _inspect_today)
-
-
-def refused_build(arguments: Sequence[str]) -> str | None:
-    nothing = "build makes an engine of one thing: an onnx file or the network of a recipe (build --help)"
-    return _refused("build", arguments, nothing, _build_today)
-
-
-def _refused(
-    command: str, arguments: Sequence[str], nothing: str, today: Callable[[list[str]], list[str]]
-) -> str | None:
+def refused(command: str, arguments: Sequence[str]) -> str | None:
+    """Say why a group takes no such arguments: it needs a command, and its earlier form had options in its place."""
+    nothing, today = _GROUPS[command]
     if not arguments:
         return nothing
-    if not arguments[0].startswith("-") or arguments[0] == _HELP:
+    if not arguments[0].startswith("-") or arguments[0] == "--help":
         return None
     old, new = shlex.join(arguments), shlex.join(today(list(arguments)))
     return f"`{command} {old}` is now `{command} {new}`"
@@ -193,3 +187,16 @@ def _build_today(words: list[str]) -> list[str]:
     command = "explore" if "--explore" in words else "recipe"
     given, rest = options_in([word for word in words if word != "--explore"], "recipe")
     return [command, given.get("recipe", ["NAME"])[-1], *rest]
+
+
+# What a group says without arguments, and what makes today's arguments of those of its earlier form.
+_GROUPS: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
+    "inspect": (
+        "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)",
+        _inspect_today,
+    ),
+    "build": (
+        "build makes an engine of one thing: an onnx file or the network of a recipe (build --help)",
+        _build_today,
+    ),
+}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 from torch import Tensor, nn
 
 from compress.cli.console import OUT, print_json, print_next, print_table, progress
-from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
+from compress.cli.options import JsonOption, ModelChoice, RecipeChoice, SetOption
 from compress.cli.plan import weights_text
 from compress.data.base import BatchPlan
 from compress.data.load import class_count, load_data
@@ -40,7 +39,7 @@ from compress.roofline_model.counting import count
 from compress.roofline_model.model import find_device, roofline_of, scenarios
 from compress.sparsity import SparsitySpec
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
-from compress.support.limits import COUNT
+from compress.support.limits import COUNT, IMAGE_SIDE
 from compress.support.text import image_size_text
 
 if TYPE_CHECKING:
@@ -49,23 +48,38 @@ if TYPE_CHECKING:
 IMAGENET_CLASSES = 1000
 
 
-def chosen_recipe(
-    recipe: str | None,
-    model: str | None,
-    overrides: Sequence[str] | None,
-    *,
-    image_size: int = 224,
-    weights: str | None = None,
-) -> Recipe:
-    if (recipe is None) == (model is None):
-        raise RecipeError("give one of --recipe and --model")
-    if recipe is not None:
-        if weights is not None:
-            raise RecipeError("--weights goes with --model; for a recipe use --set model.weights=...")
-        return load_recipe(recipe, overrides or ())
-    data = {"name": "shapes", "image_size": image_size}
-    tree = {"model": {"name": model, "weights": weights, "num_classes": IMAGENET_CLASSES}, "data": data}
-    return parse_recipe(tree, overrides or (), source="--model")
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Options that name a network: by a recipe, or without one."""
+
+    recipe: RecipeChoice = None
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", help="With --model: a file, or a name such as IMAGENET1K_V2; default: random weights."
+        ),
+    ] = None
+    image_size: Annotated[
+        int,
+        typer.Option("--image-size", min=8, max=IMAGE_SIDE, help="Side of the input in pixels, without a recipe."),
+    ] = 224
+    set_: SetOption = None
+
+    def read(self, *further: str) -> Recipe:
+        """The recipe, with these changes too."""
+        changes = [*(self.set_ or ()), *further]
+        if (self.recipe is None) == (self.model is None):
+            raise RecipeError("give one of --recipe and --model")
+        if self.recipe is not None:
+            if self.weights is not None:
+                raise RecipeError("--weights goes with --model; for a recipe use --set model.weights=...")
+            return load_recipe(self.recipe, changes)
+        data = {"name": "shapes", "image_size": self.image_size}
+        tree = {"model": {"name": self.model, "weights": self.weights, "num_classes": IMAGENET_CLASSES}, "data": data}
+        return parse_recipe(tree, changes, source="--model")
 
 
 def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
@@ -101,7 +115,7 @@ def inspect_model(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    parsed = chosen_recipe(recipe, model, set_)
+    parsed = Network(recipe=recipe, model=model, set_=set_).read()
     if draw is not None:
         _draw(parsed, draw, out)
     elif sparsity:
@@ -193,7 +207,18 @@ def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int,
         reasons = [asdict(check) for check in checks.values()]
         print_json({**bound.as_dict(), "speedup_of_large_layers": some, "reasons": reasons})
         return
-    rows = [_sparse_row(row, checks.get(row.layer)) for row in bound.rows]
+    rows = [
+        (
+            row.layer,
+            "x".join(map(str, check.shape)) if check is not None else row.kind,
+            row.bound,
+            f"{row.share:.1%}",
+            f"{row.dense_ms:.4f}",
+            f"{row.speedup:.2f}" if row.masked else "-",
+            _why(row, check),
+        )
+        for row, check in ((row, checks.get(row.layer)) for row in bound.rows)
+    ]
     title = f"{recipe.model.name}: largest gain of 2:4, {bound.precision} on {device}, batch {bound.batch_size}"
     numbers = ("share", "dense ms", "at most x")
     print_table(title, ("layer", "weight", "bound by", *numbers, "why"), rows, numbers=numbers)
@@ -206,18 +231,6 @@ def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int,
         OUT.print(f"unknown, not in these figures: {', '.join(bound.unknown)}")
 
 
-def _sparse_row(row: SparseLayer, check: Eligibility | None) -> tuple[str, ...]:
-    return (
-        row.layer,
-        "x".join(map(str, check.shape)) if check is not None else row.kind,
-        row.bound,
-        f"{row.share:.1%}",
-        f"{row.dense_ms:.4f}",
-        f"{row.speedup:.2f}" if row.masked else "-",
-        _why(row, check),
-    )
-
-
 def _why(row: SparseLayer, check: Eligibility | None) -> str:
     if check is None:
         return "no weight of its own that can be masked"
@@ -226,11 +239,7 @@ def _why(row: SparseLayer, check: Eligibility | None) -> str:
 
 
 def roofline(
-    recipe: RecipeChoice = None,
-    model: ModelChoice = None,
-    weights: WeightsChoice = None,
-    image_size: ImageSizeOption = 224,
-    set_: SetOption = None,
+    network: Network,
     device: Annotated[
         str, typer.Option(help="Such as h200, a100, thor, xeon-8480; or machine, after --measure.")
     ] = "h200",
@@ -246,7 +255,7 @@ def roofline(
     if measure is not None:
         _measure(measure, out, as_json)
         return
-    parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
+    parsed = network.read()
     find_device(device).peak_flops_per_s(precision)  # an unknown name is refused before the network is built
     name, images = parsed.model.name, blank_images(parsed, 1)
     torch.set_num_threads(1)  # several wait for each other on a busy machine: 10 s in the place of 1
@@ -262,7 +271,7 @@ def roofline(
         "\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios(plain, fused, device=device))))
     )
     OUT.print(f"figure: {figure}", highlight=False)
-    print_next(f"ptq --recipe {recipe}" if recipe else f"init --model {name}")
+    print_next(f"ptq --recipe {network.recipe}" if network.recipe else f"init --model {name}")
 
 
 def _measure(device: str, out: Path, as_json: bool) -> None:
@@ -281,17 +290,13 @@ def _measure(device: str, out: Path, as_json: bool) -> None:
 
 
 def receptive_field(
-    recipe: RecipeChoice = None,
-    model: ModelChoice = None,
-    weights: WeightsChoice = None,
-    image_size: ImageSizeOption = 224,
-    set_: SetOption = None,
+    network: Network,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the table and the figure.")] = Path("runs/fields"),
     as_json: JsonOption = False,
 ) -> None:
     from compress.report.receptive_field import receptive_field_report  # lazy: as draw_block
 
-    parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
+    parsed = network.read()
     name = parsed.model.name
     written = receptive_field_report(network_of(parsed), blank_images(parsed), out=out, name=name)
     if as_json:
@@ -311,7 +316,7 @@ def receptive_field(
         rows,
     )
     OUT.print("\n".join(map(str, written.paths)), highlight=False)
-    print_next(f"erf --recipe {recipe}" if recipe else f"erf --model {name}")
+    print_next(f"erf --recipe {network.recipe}" if network.recipe else f"erf --model {name}")
 
 
 def _remarks(record: dict[str, Any]) -> str:
@@ -326,14 +331,10 @@ def _axes(value: object) -> str:
 
 
 def erf(
-    recipe: RecipeChoice = None,
-    model: ModelChoice = None,
-    weights: WeightsChoice = None,
+    network: Network,
     run: Annotated[
         Path | None, typer.Option("--run", help="A run folder: compare its float network with each compressed one.")
     ] = None,
-    image_size: ImageSizeOption = 224,
-    set_: SetOption = None,
     layer: Annotated[
         list[str] | None, typer.Option("--layer", help="Repeat for several; default: some of each depth.")
     ] = None,
@@ -343,16 +344,15 @@ def erf(
     as_json: JsonOption = False,
 ) -> None:
     if run is not None:
-        if recipe is not None or model is not None or weights is not None:
+        if network.recipe is not None or network.model is not None or network.weights is not None:
             raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")
         _drift(run, layer or [], images, out, as_json)
         return
     from compress.receptive import ErfOptions  # lazy: as draw_block
     from compress.report.receptive_field import erf_report  # lazy: as draw_block
 
-    noise = recipe is None and data == "noise"
-    overrides = [*(set_ or []), f"data.name={data}"] if recipe is None and not noise else set_
-    parsed = chosen_recipe(recipe, model, overrides, image_size=image_size, weights=weights)
+    recipe, noise = network.recipe, network.recipe is None and data == "noise"
+    parsed = network.read(*([f"data.name={data}"] if recipe is None and not noise else []))
     built, batch = network_of(parsed), _images(parsed, images, noise=noise)
     with progress() as bars:
         written = erf_report(
@@ -377,11 +377,11 @@ def erf(
 def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
     if len(layers) > 1:
         raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
-    from compress.pipeline.saved import finished_run, network, variants_in  # lazy: as draw_block
+    from compress.pipeline import saved  # lazy: as draw_block
     from compress.report.receptive_field import drift_report  # lazy: as draw_block
 
-    run = finished_run(folder)
-    networks = {str(variant): network(run, variant) for variant in variants_in(folder)}
+    run = saved.finished_run(folder)
+    networks = {str(variant): saved.network(run, variant) for variant in saved.variants_in(folder)}
     name = run.recipe.model.name
     batch = _images(run.recipe, images, noise=False)
     written = drift_report(networks, batch, out=out, name=name, layer=layers[0] if layers else None)

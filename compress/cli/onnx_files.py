@@ -14,18 +14,12 @@ from rich.markup import escape
 from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, decibels, print_json, print_next, print_table, progress
 from compress.cli.options import (
-    ChannelsOption,
     DataOption,
+    FormOptions,
     ImagesOption,
-    InputSizeOption,
     JsonOption,
-    LayoutOption,
-    MeanOption,
     OpsOption,
-    ResizeOption,
-    StdOption,
     batches_of,
-    form_of,
 )
 from compress.data.base import Preprocessing
 from compress.errors import RecipeError, first_few
@@ -188,26 +182,19 @@ _IMAGES = 32
 
 def cast(
     file: Annotated[Path, typer.Argument(help="An ONNX file, float or quantized.")],
+    *,
     precision: Annotated[str, typer.Option("--precision", help="fp16 or bf16.")] = "fp16",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="New file; default beside the old one.")] = None,
     half_io: Annotated[
         bool, typer.Option("--half-io", metavar="", help="Inputs and outputs in half precision too.")
     ] = False,
     data: DataOption = None,
-    size: InputSizeOption = None,
-    resize: ResizeOption = None,
-    mean: MeanOption = None,
-    std: StdOption = None,
-    layout: LayoutOption = "NCHW",
-    channels: ChannelsOption = "RGB",
+    form: FormOptions,
     images: ImagesOption = None,
     ops: OpsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    batches = None
-    if data is not None:
-        form = form_of(file, size, mean, std, layout, channels, resize)
-        batches = batches_of(data, form, images or _IMAGES)
+    batches = None if data is None else batches_of(data, form.of(file), images or _IMAGES)
     done = cast_onnx(file, out, precision=precision, batches=batches, keep_io_types=not half_io, ops=ops or ())
     casting = done.casting
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -17,20 +17,12 @@ from compress.export.names import PREPROCESSING_KEY
 from compress.quantization import TARGETS, QuantSpec
 from compress.recipe.tree import load_recipe
 from compress.support.imports import imported
-from compress.support.limits import IMAGE_SIDE
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]
 RecipeChoice = Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model and its data.")]
 ModelChoice = Annotated[
     str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
-]
-WeightsChoice = Annotated[
-    str | None,
-    typer.Option("--weights", help="With --model: a file, or a name such as IMAGENET1K_V2; default: random weights."),
-]
-ImageSizeOption = Annotated[
-    int, typer.Option("--image-size", min=8, max=IMAGE_SIDE, help="Side of the input in pixels, without a recipe.")
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override, such as qat.epochs=1.")
@@ -60,26 +52,6 @@ DataOption = Annotated[
     ),
 ]
 TargetOption = Annotated[str | None, typer.Option("--target", help=", ".join(TARGETS), rich_help_panel=_ONNX)]
-InputSizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--size", help="Images: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
-    ),
-]
-MeanOption = Annotated[
-    str | None,
-    typer.Option("--mean", help="Images: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX),
-]
-StdOption = Annotated[
-    str | None,
-    typer.Option("--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
-]
-ResizeOption = Annotated[
-    str | None,
-    typer.Option("--resize", help="Images: crop, squash or pad; default as the file says.", rich_help_panel=_ONNX),
-]
-LayoutOption = Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)]
-ChannelsOption = Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)]
 MetricOption = Annotated[
     str | None,
     typer.Option(
@@ -102,26 +74,6 @@ AgainOption = Annotated[
         "--again", metavar="", help="Of a quantized file: make it float first, and begin anew.", rich_help_panel=_ONNX
     ),
 ]
-TuneOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tune", help="Time on the engine which layers are faster float: 5min, 90s, 1h.", rich_help_panel=_ONNX
-    ),
-]
-MaxDropOption = Annotated[
-    float | None,
-    typer.Option(
-        "--max-drop", help="With --tune: most points lost, of the metric or of agreement.", rich_help_panel=_ONNX
-    ),
-]
-MinSqnrOption = Annotated[
-    float | None,
-    typer.Option("--min-sqnr", help="With --tune, for other outputs: least dB against float.", rich_help_panel=_ONNX),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option("--engine", help="With --tune: openvino, cuda, ...; default the target's.", rich_help_panel=_ONNX),
-]
 ImagesOption = Annotated[
     int | None, typer.Option("--images", help="Images to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]
@@ -130,26 +82,53 @@ ImagesOption = Annotated[
 _MINUTES = {"s": 1 / 60, "min": 1.0, "h": 60.0}
 
 
-def tuning_of(
-    tune: str | None, max_drop: float | None, min_sqnr: float | None, engine: str | None, metric: str | None
-) -> dict[str, Any] | None:
-    """Arguments of `compress.tune`."""
-    if tune is None:
-        if any(value is not None for value in (max_drop, min_sqnr, engine, metric)):
-            raise RecipeError("--max-drop, --min-sqnr, --engine and --metric belong to --tune; add --tune 5min")
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", tune.strip())
-    if found is None or not float(found[1]):
-        raise RecipeError(f"--tune is {tune!r}: it must be a time with its unit, such as 5min, 90s or 1h")
-    floor = max_drop if min_sqnr is None else min_sqnr
-    if (max_drop is None) == (min_sqnr is None) or floor is None or not 0 <= floor < math.inf:
-        raise RecipeError(
-            "--tune needs one floor of accuracy, 0 or more: --max-drop 0.5 (points of the metric, or of agreement with "
-            "float) or --min-sqnr 20 (dB)"
-        )
-    minutes = float(found[1]) * _MINUTES[found[2]]
-    judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
-    return {"minutes": minutes, "drop": max_drop, "sqnr_db": min_sqnr, "engine": engine, "metric": judge}
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Options of `ptq --onnx` with `--tune`."""
+
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            "--tune", help="Time on the engine which layers are faster float: 5min, 90s, 1h.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--max-drop", help="With --tune: most points lost, of the metric or of agreement.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    min_sqnr: Annotated[
+        float | None,
+        typer.Option(
+            "--min-sqnr", help="With --tune, for other outputs: least dB against float.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="With --tune: openvino, cuda, ...; default the target's.", rich_help_panel=_ONNX),
+    ] = None
+    metric: MetricOption = None
+
+    def arguments(self) -> dict[str, Any] | None:
+        """Arguments of `compress.tune`."""
+        drop, sqnr = self.max_drop, self.min_sqnr
+        if self.tune is None:
+            if any(value is not None for value in (drop, sqnr, self.engine, self.metric)):
+                raise RecipeError("--max-drop, --min-sqnr, --engine and --metric belong to --tune; add --tune 5min")
+            return None
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", self.tune.strip())
+        if found is None or not float(found[1]):
+            raise RecipeError(f"--tune is {self.tune!r}: it must be a time with its unit, such as 5min, 90s or 1h")
+        floor = drop if sqnr is None else sqnr
+        if (drop is None) == (sqnr is None) or floor is None or not 0 <= floor < math.inf:
+            raise RecipeError(
+                "--tune needs one floor of accuracy, 0 or more: --max-drop 0.5 (points of the metric, or of agreement "
+                "with float) or --min-sqnr 20 (dB)"
+            )
+        minutes = float(found[1]) * _MINUTES[found[2]]
+        judge = None if self.metric is None else imported(self.metric, key="--metric", error=RecipeError)
+        return {"minutes": minutes, "drop": drop, "sqnr_db": sqnr, "engine": self.engine, "metric": judge}
 
 
 def sides_of(size: str) -> tuple[int, int]:
@@ -183,25 +162,49 @@ def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[A
     return unlabelled(data, form, limit=images, batch_size=BATCH)
 
 
-def form_of(
-    file: Path,
-    size: str | None,
-    mean: str | None,
-    std: str | None,
-    layout: str,
-    channels: str,
-    resize: str | None = None,
-) -> Preprocessing:
-    """The preprocessing that the options name, else that of the file."""
-    if resize not in (None, *get_args(Resize)):
-        raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
-    if layout not in ("NCHW", "NHWC") or channels not in ("RGB", "BGR"):
-        raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
-    form = replace(_form_in(file, layout), layout=layout, channels=channels)
-    height, width = form.height_width if size is None else sides_of(size)
-    resize = resize or form.resize or ("crop" if height == width else "squash")
-    form = replace(form, image_size=(height, width), resize=resize)
-    return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
+@dataclass(frozen=True, kw_only=True)
+class FormOptions:
+    """Options that say how images become the input of an ONNX file."""
+
+    size: Annotated[
+        str | None,
+        typer.Option(
+            "--size", help="Images: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    resize: Annotated[
+        str | None,
+        typer.Option("--resize", help="Images: crop, squash or pad; default as the file says.", rich_help_panel=_ONNX),
+    ] = None
+    mean: Annotated[
+        str | None,
+        typer.Option(
+            "--mean", help="Images: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    std: Annotated[
+        str | None,
+        typer.Option(
+            "--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX
+        ),
+    ] = None
+    layout: Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)] = "NCHW"
+    channels: Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)] = "RGB"
+
+    def of(self, file: Path) -> Preprocessing:
+        """The preprocessing that the options name, else that of the file."""
+        resize, layout, channels = self.resize, self.layout, self.channels
+        if resize not in (None, *get_args(Resize)):
+            raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
+        if layout not in ("NCHW", "NHWC") or channels not in ("RGB", "BGR"):
+            raise RecipeError(
+                f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR"
+            )
+        form = replace(_form_in(file, layout), layout=layout, channels=channels)
+        height, width = form.height_width if self.size is None else sides_of(self.size)
+        resize = resize or form.resize or ("crop" if height == width else "squash")
+        form = replace(form, image_size=(height, width), resize=resize)
+        return replace(form, mean=_numbers("mean", self.mean, form.mean), std=_numbers("std", self.std, form.std))
 
 
 def _form_in(file: Path, layout: str) -> Preprocessing:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 from compress.cli.console import ERRORS
-from compress.cli.options import form_of
+from compress.cli.options import FormOptions
 from compress.data import IMAGENET, NORMALIZATION, preprocessing_words
 from compress.errors import RunError
 from compress.recipe.tree import Recipe, load_recipe
@@ -128,11 +129,9 @@ def _run_lines(recipe: Recipe, out: str | None, device: str | None, start: str |
 def _show_file(file: Path, values: Mapping[str, str]) -> None:
     if not file.is_file():
         return
-    data, (size, mean, std, resize) = values.get("data", ""), map(values.get, ("size", "mean", "std", "resize"))
-    text = ""
+    data, text = values.get("data", ""), ""
     if data and Path(data).is_dir():
-        layout, channels = values.get("layout", "NCHW"), values.get("channels", "RGB")
-        form = form_of(file, size, mean, std, layout, channels, resize)
+        form = FormOptions(**{f.name: values[f.name] for f in fields(FormOptions) if f.name in values}).of(file)
         words = preprocessing_words(
             form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
         )

@@ -8,34 +8,23 @@ from compress.cli.console import progress
 from compress.cli.options import (
     AgainOption,
     AllOption,
-    ChannelsOption,
     DataOption,
     DeviceOption,
-    EngineOption,
     FileOption,
+    FormOptions,
     FromOption,
     ImagesOption,
-    InputSizeOption,
     JsonOption,
-    LayoutOption,
-    MaxDropOption,
-    MeanOption,
-    MetricOption,
-    MinSqnrOption,
     OpsOption,
     OutOption,
     PrecisionOption,
     RecipeChoice,
     RecipeOption,
-    ResizeOption,
     ResumeOption,
     SetOption,
-    StdOption,
     TargetOption,
-    TuneOption,
-    form_of,
+    Tuning,
     spec_of,
-    tuning_of,
 )
 from compress.errors import RecipeError
 from compress.recipe.tree import load_recipe
@@ -78,6 +67,7 @@ train, ptq_of_recipe, qat, prune = map(_command, ("train", "ptq", "qat", "prune"
 
 
 def ptq(
+    *,
     recipe: RecipeChoice = None,
     set_: SetOption = None,
     out: OutOption = None,
@@ -89,23 +79,14 @@ def ptq(
     data: DataOption = None,
     target: TargetOption = None,
     precision: PrecisionOption = "fp32",
-    size: InputSizeOption = None,
-    resize: ResizeOption = None,
-    mean: MeanOption = None,
-    std: StdOption = None,
-    layout: LayoutOption = "NCHW",
-    channels: ChannelsOption = "RGB",
+    form: FormOptions,
     images: ImagesOption = None,
     ops: OpsOption = None,
     again: AgainOption = False,
-    tune: TuneOption = None,
-    max_drop: MaxDropOption = None,
-    min_sqnr: MinSqnrOption = None,
-    engine: EngineOption = None,
-    metric: MetricOption = None,
+    tune: Tuning,
     every: AllOption = False,
 ) -> None:
-    tuning = tuning_of(tune, max_drop, min_sqnr, engine, metric)
+    tuning = tune.arguments()
     if onnx is None:
         if recipe is None and from_ is not None:
             recipe = str(from_ / "recipe.yaml")
@@ -119,13 +100,12 @@ def ptq(
         ptq_of_recipe(recipe, set_, out, from_, resume, device, as_json)
         return
     spec = spec_of(recipe, set_, target, images)
-    form = form_of(onnx, size, mean, std, layout, channels, resize)
     from compress.cli.onnx_files import quantize_file  # lazy: it imports torch
 
     quantize_file(
         onnx,
         data,
-        form,
+        form.of(onnx),
         spec,
         out=out,
         precision=precision,

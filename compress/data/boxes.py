@@ -104,9 +104,16 @@ class BoxSplit(ItemSplit):
     """
 
     def __init__(
-        self, annotations: Sequence[Annotation], labels: Sequence[str], spec: DataSpec, *, augment: bool
+        self,
+        annotations: Sequence[Annotation],
+        labels: Sequence[str],
+        spec: DataSpec,
+        *,
+        augment: bool,
+        skipped: Iterable[str] = (),
     ) -> None:
         super().__init__(labels, spec, augment=augment)
+        self.skipped += skipped
         if all(one.ignored.all() for one in annotations):
             where = annotations[0].source if annotations else spec.root
             boxed = any(len(one.boxes) for one in annotations)
@@ -223,9 +230,7 @@ def voc_data(spec: DataSpec) -> DataSet:
     def split(name: str, limit: int | None, augment: bool) -> BoxSplit:
         skipped: list[str] = []
         found = list(_annotations(root, _names(root, name)[:limit], images, spec, skipped))
-        part = BoxSplit(found, classes, spec, augment=augment)
-        part.skipped += skipped
-        return part
+        return BoxSplit(found, classes, spec, augment=augment, skipped=skipped)
 
     return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
 
@@ -306,11 +311,8 @@ def coco_data(spec: DataSpec) -> DataSet:
         found = found or tuple(labels.values())
         _check_named(found, tuple(labels.values()), file, spec)
         skipped: list[str] = []
-        part = BoxSplit(
-            list(_coco_annotations(content, file, images, found, spec, skipped, limit)), found, spec, augment=augment
-        )
-        part.skipped += skipped
-        return part
+        boxed = list(_coco_annotations(content, file, images, found, spec, skipped, limit))
+        return BoxSplit(boxed, found, spec, augment=augment, skipped=skipped)
 
     return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from compress.data.base import Preprocessing, uniform
 from compress.data.memory import to_device
-from compress.data.workers import Decoded, Item, Place, collate
+from compress.data.workers import Decoded, Item, Place, T, collate
 from compress.errors import DataError
 from compress.files import read_regular
 from compress.kernels.resample import Window, resample
@@ -143,17 +143,11 @@ def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
 
     It is the centre, resized to cover the size over the crop ratio, or all of the image.
     """
-    p, size, transforms = preprocessing, preprocessing.height_width, _transforms()
-    if p.resize != "crop":
-        whole = _whole(image, size, padded=p.resize == "pad", interpolation=p.interpolation)
-        return transforms.pil_to_tensor(whole)
-    longest = longest_side(image.width, image.height, size)
-    if max(image.size) > longest:
+    longest = longest_side(image.width, image.height, preprocessing.height_width)
+    if preprocessing.resize == "crop" and max(image.size) > longest:
         height, width = min(image.height, longest), min(image.width, longest)
         image = _part(image, middle(image.height, height), middle(image.width, width), height, width)
-    sides, method = covering(image.height, image.width, size, p.crop_ratio), _METHODS[p.interpolation]
-    resized = transforms.resize(image, sides, interpolation=method, antialias=True)
-    return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
+    return _transforms().pil_to_tensor(resized(image, preprocessing))
 
 
 def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: str) -> Any:
@@ -168,16 +162,14 @@ def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: st
     return transforms.pad(image, [left, top, size[1] - sides[1] - left, size[0] - sides[0] - top])
 
 
-def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+def resized(image: T, preprocessing: Preprocessing) -> T:
+    """An image of Pillow, or a tensor of pixels, in the network's size."""
     p, transforms = preprocessing, _transforms()
     if p.resize != "crop":
-        return _whole(pixels, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
-    sides, method = (
-        covering(pixels.shape[-2], pixels.shape[-1], p.height_width, p.crop_ratio),
-        _METHODS[p.interpolation],
-    )
-    resized = transforms.resize(pixels, sides, interpolation=method, antialias=True)
-    return transforms.center_crop(resized, list(p.height_width))
+        return _whole(image, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
+    sides = covering(*transforms.get_size(image), p.height_width, p.crop_ratio)
+    covers = transforms.resize(image, sides, interpolation=_METHODS[p.interpolation], antialias=True)
+    return transforms.center_crop(covers, list(p.height_width))
 
 
 def longest_side(width: int, height: int, size: tuple[int, int]) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import io
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ from torch import Tensor
 from compress.data.base import Preprocessing
 from compress.data.decode import preprocessed, read_image
 from compress.data.folder import pictures_in
-from compress.errors import DataError, near_misses
+from compress.errors import DataError
 from compress.files import read_regular
-from compress.support.imports import any_failure
+from compress.support.imports import any_failure, imported, is_import_path
 from compress.support.limits import ARRAYS_BYTES
-
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def read_input(path: Path, form: Preprocessing) -> Tensor:
@@ -66,8 +62,9 @@ def unlabelled(source: str, form: Preprocessing, *, limit: int, batch_size: int)
     path = Path(source)
     if path.suffix == ".npz":
         return _arrays(path, limit, batch_size)
-    if not path.exists() and _FUNCTION.fullmatch(source):
-        return _called(source)
+    if not path.exists() and is_import_path(source):
+        batches: Iterable[Any] = imported(source, key="--data", error=DataError, what="a function")()
+        return batches
     return ImageFolder(path, form, limit=limit, batch_size=batch_size)
 
 
@@ -83,15 +80,3 @@ def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarra
         raise DataError(f"{path} holds {text}; each array is an input, with the images along its first axis")
     steps = range(0, next(iter(lengths.values())), batch_size)
     return [{name: array[start : start + batch_size] for name, array in arrays.items()} for start in steps]
-
-
-def _called(source: str) -> Iterable[Any]:
-    module, _, name = source.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"{source}: {module} cannot be imported ({error}); it must be on Python's path") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise DataError(f"{source}: {module} has no function {name!r}{near_misses(name, dir(found))}")
-    return function()

@@ -102,10 +102,9 @@ class ExamplesSplit(Split):
         if len({image.shape for image in images}) > 1:
             shapes = ", ".join(str(tuple(image.shape)) for image in images[:4])
             raise DataError(f"the images of a batch have different shapes ({shapes}, ...): resize them to one")
-        return to_device(self._normalized(torch.stack(images)), device), stacked(targets, device)
-
-    def _normalized(self, images: Tensor) -> Tensor:
-        return images.float() if images.is_floating_point() else self.preprocessing.normalize(images.float().div_(255))
+        pixels = torch.stack(images)
+        whole = pixels.float() if pixels.is_floating_point() else self.preprocessing.normalize(pixels.float().div_(255))
+        return to_device(whole, device), stacked(targets, device)
 
 
 def _unreadable(index: int, error: Exception) -> DataError:

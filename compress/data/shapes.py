@@ -84,14 +84,6 @@ def _heart(at: Tensor) -> Tensor:
     return torch.minimum(lobes, polygon(at, [(-0.87, 0.03), (0.0, -0.45), (0.87, 0.03), (0.0, 1.02)]))
 
 
-def _crescent(at: Tensor) -> Tensor:
-    return torch.maximum(disc(at, (0.12, 0.0), 1.0), -disc(at, (0.62, 0.0), 0.85))
-
-
-def _arrow(at: Tensor) -> Tensor:
-    return polygon(at, [(-1.05, -0.26), (0.0, -0.26), (0.0, -0.8), (1.05, 0.0), (0.0, 0.8), (0.0, 0.26), (-1.05, 0.26)])
-
-
 _DISTANCES = {
     "circle": lambda at: disc(at, (0.0, 0.0), 0.9),
     "triangle": lambda at: polygon(at, _around([1.15] * 3)),
@@ -99,9 +91,11 @@ _DISTANCES = {
     "star": lambda at: polygon(at, _around([1.15, 0.48] * 5)),
     "cross": _cross,
     "heart": _heart,
-    "crescent": _crescent,
+    "crescent": lambda at: torch.maximum(disc(at, (0.12, 0.0), 1.0), -disc(at, (0.62, 0.0), 0.85)),
     "ring": lambda at: (disc(at, (0.0, 0.0), 0.72)).abs() - 0.27,
-    "arrow": _arrow,
+    "arrow": lambda at: polygon(
+        at, [(-1.05, -0.26), (0.0, -0.26), (0.0, -0.8), (1.05, 0.0), (0.0, 0.8), (0.0, 0.26), (-1.05, 0.26)]
+    ),
     "bow tie": lambda at: polygon(at, [(-1.0, -0.8), (0.0, -0.12), (1.0, -0.8), (1.0, 0.8), (0.0, 0.12), (-1.0, 0.8)]),
 }
 

@@ -339,6 +339,11 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
     return tuple(tensor.with_batch(batch_size) for tensor in inputs)
 
 
+def with_open_batch(tensors: Sequence[TensorInfo], batch_size: int | None) -> tuple[TensorInfo, ...]:
+    """The tensors, with a batch size in the place of an open one."""
+    return tuple(t.with_batch(batch_size) if batch_size is not None and t.shape[:1] == (-1,) else t for t in tensors)
+
+
 def import_library(module: str, install: str) -> ModuleType:
     """Import an engine's library on first use, without telemetry."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

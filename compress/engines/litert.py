@@ -25,6 +25,7 @@ from compress.engines.base import (
     operator,
     read_interface,
     with_batch,
+    with_open_batch,
 )
 from compress.errors import EngineError, ExportError
 from compress.export.litert import INSTALL, convert, schema
@@ -51,12 +52,8 @@ class LiteRTEngine(Engine):
             self.inputs, self.outputs, self.metadata = _read(path)
         else:
             file = read_interface(path, self._model)
-            self.inputs, self.outputs, self.metadata = file.inputs, file.outputs, file.metadata
-            if build.batch_size is not None:
-                self.outputs = tuple(
-                    tensor.with_batch(build.batch_size) if tensor.shape[:1] == (-1,) else tensor
-                    for tensor in self.outputs
-                )
+            self.inputs, self.metadata = file.inputs, file.metadata
+            self.outputs = with_open_batch(file.outputs, build.batch_size)
         self.inputs = with_batch(self.inputs, build.batch_size, where=str(path))
         if all(min(tensor.shape, default=1) > 0 for tensor in self.inputs):
             self._interpreter(tuple(tensor.shape for tensor in self.inputs))  # refuses what cannot be run

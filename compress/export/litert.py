@@ -38,7 +38,7 @@ from compress.onnx_graph import (
     free_name,
     opset_of,
     read_window,
-    replacing_model,
+    write_model,
 )
 from compress.support.imports import any_failure
 
@@ -94,10 +94,7 @@ def export_litert(onnx_path: Path | str, path: Path | str, *, batch_size: int = 
         )
         for value in inputs
     }
-    content = convert(model, sizes)
-    with replacing_model(path) as temporary:
-        temporary.write_bytes(content)
-    return Path(path)
+    return write_model(path, convert(model, sizes))
 
 
 def convert(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> bytes:

@@ -18,7 +18,7 @@ from onnx import TensorProto, compose, helper
 from compress.detection import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
-from compress.onnx_graph import OnnxGraph, replacing_model
+from compress.onnx_graph import OnnxGraph, write_model
 
 # (N, places, 4) in pixels of the input, (N, places), and (N, places) int64.
 NMS_OUTPUTS = ("boxes", "scores", "labels")
@@ -49,9 +49,7 @@ def export_with_nms(file: Path | str, decoding: BoxesAndScores, path: Path | str
     whole.producer_name = network.producer_name
     _suppress(whole.graph, decoding)
     onnx.checker.check_model(whole, full_check=True)
-    with replacing_model(path) as temporary:
-        temporary.write_bytes(whole.SerializeToString())
-    return Path(path)
+    return write_model(path, whole.SerializeToString())
 
 
 def _suppress(graph: onnx.GraphProto, decoding: BoxesAndScores) -> None:

@@ -347,14 +347,11 @@ def module_results(
     found: dict[str, list[Any]] = {}
 
     def keep(path: str, _module: nn.Module, _inputs: Any, result: Any) -> None:
-        found.setdefault(path, []).append(tree_map(_copied, result))
+        copied = tree_map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, result)
+        found.setdefault(path, []).append(copied)
 
     called = ((path, m) for path, m in model.named_modules() if path and not isinstance(m, Block))
     modules = {path: m for path, m in called if paths is None or path in paths}
     with hooked(modules, keep):
         run_model(model, inputs)
     return found
-
-
-def _copied(value: Any) -> object:
-    return value.detach().clone() if isinstance(value, Tensor) else value

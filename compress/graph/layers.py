@@ -118,13 +118,10 @@ def _weight_shape(node: fx.Node) -> Shape | None:
 
 
 def _weight_macs(node: fx.Node) -> Macs | None:
-    weight = _weight_shape(node)  # (out, in / groups, k...), or (out, in)
-    return (math.prod(node.meta["shape"]) * math.prod(weight[1:]), 0) if weight else None
-
-
-def _conv_transpose_macs(node: fx.Node) -> Macs | None:
-    weight = _weight_shape(node)  # (in, out / groups, k...): every input element meets weight[1:]
-    return (math.prod(tensor_args(node)[0].meta["shape"]) * math.prod(weight[1:]), 0) if weight else None
+    """Each element of the result, or of a transposed convolution's input, meets weight[1:]."""
+    weight = _weight_shape(node)  # (out, in / groups, k...), or (out, in); if transposed (in, out / groups, k...)
+    met = tensor_args(node)[0] if node_kind(node) == "conv_transpose" else node
+    return (math.prod(met.meta["shape"]) * math.prod(weight[1:]), 0) if weight else None
 
 
 def _matmul_macs(node: fx.Node) -> Macs | None:
@@ -166,7 +163,7 @@ def _window_attention_macs(node: fx.Node) -> Macs | None:
 # Formulas; without one the macs of a weighted layer or a product are unknown.
 _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "conv": _weight_macs,
-    "conv_transpose": _conv_transpose_macs,
+    "conv_transpose": _weight_macs,
     "linear": _weight_macs,
     "matmul": _matmul_macs,
     "addmm": _matmul_macs,

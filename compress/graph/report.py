@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -77,32 +79,27 @@ def _restored(rebuild: Any, state: tuple[dict[str, Any], str]) -> ReportedModule
     return made
 
 
-class Block(nn.Module):
-    """Holds the layers of a block of the model under its name; it is never called, so registering a hook warns."""
-
-    def _warn(self) -> None:
+def _warning(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+    @functools.wraps(register)
+    def warned(self: Block, *args: Any, **kwargs: Any) -> RemovableHandle:
         warnings.warn(
             "this hook will never be called: a traced network calls the layers of a block and not the block; register "
             "it on a layer, such as the last one of the block (print the network's graph), or use qat.distill_features",
             CompressWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
+        return register(self, *args, **kwargs)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        self._warn()
-        return super().register_forward_hook(*args, **kwargs)
+    return warned
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        self._warn()
-        return super().register_forward_pre_hook(*args, **kwargs)
 
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        self._warn()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
+class Block(nn.Module):
+    """Holds the layers of a block of the model under its name; it is never called, so registering a hook warns."""
 
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        self._warn()
-        return super().register_full_backward_hook(*args, **kwargs)
+    register_forward_hook = _warning(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _warning(nn.Module.register_forward_pre_hook)
+    register_full_backward_pre_hook = _warning(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _warning(nn.Module.register_full_backward_hook)
 
 
 def name_blocks(graph_module: nn.Module) -> None:

@@ -357,14 +357,6 @@ def _seen(value: Any) -> object:
     return value if found is None else found
 
 
-def _length(value: Any) -> int | fx.Proxy:
-    return value.size(0) if isinstance(_seen(value), Tensor) and isinstance(value, fx.Proxy) else len(value)
-
-
-def _is_callable(value: Any) -> bool:
-    return callable(value) and not isinstance(value, fx.Proxy)
-
-
 def _is_instance(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) or isinstance(_seen(value), kind)
 
@@ -418,7 +410,11 @@ def _whole(value: Any) -> Any:
     return None if any(part is None for part in parts) else exact(*parts)
 
 
-_BUILTINS: dict[str, Any] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
+_BUILTINS: dict[str, Any] = {
+    "len": lambda x: x.size(0) if isinstance(_seen(x), Tensor) and isinstance(x, fx.Proxy) else len(x),
+    "isinstance": _is_instance,
+    "callable": lambda x: callable(x) and not isinstance(x, fx.Proxy),
+}
 _CHECKS = ("_check", "_check_with", "_check_value", "_check_tensor_all", "_check_tensor_all_with")
 _MAKER_NAMES = ("zeros", "ones", "full", "tensor")
 

@@ -28,7 +28,7 @@ from compress.data.decode import (
     preprocessed,
     read_image,
     refusal,
-    resize_tensor,
+    resized,
 )
 from compress.engines import build_engine
 from compress.engines.base import Engine, TensorInfo, load_onnx, shape_text
@@ -433,7 +433,9 @@ def measure_engine_layers(
 
 def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> dict[str, str]:
     graph = load_onnx(path).graph
-    written, found = _node_of_output(graph), {}
+    outputs = {value.name for value in graph.output}
+    written = {name: node.name for node in graph.node for name in node.output if name in outputs}
+    found: dict[str, str] = {}
     followed, last = _followed(graph, layers) if follow else {}, None
     for layer in engine.runtime_layers():
         names = [written.get(name, name) for name in (*layer.original_names, layer.name)]
@@ -444,11 +446,6 @@ def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> 
         if owners:
             found[layer.name] = last = owners[0]
     return found
-
-
-def _node_of_output(graph: Any) -> dict[str, str]:
-    outputs = {value.name for value in graph.output}
-    return {name: node.name for node in graph.node for name in node.output if name in outputs}
 
 
 def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
@@ -702,14 +699,10 @@ def preprocess(
     squares = [
         preprocessed(image, preprocessing)
         if device.type == "cpu" and isinstance(image, Image.Image)
-        else resize_tensor(_on(device, image), preprocessing)
+        else resized(image if isinstance(image, Tensor) else F.pil_to_tensor(image).to(device), preprocessing)
         for image in images
     ]
     return preprocessing.normalize(torch.stack(squares).float().div_(255))
-
-
-def _on(device: torch.device, image: Image.Image | Tensor) -> Tensor:
-    return image if isinstance(image, Tensor) else F.pil_to_tensor(image).to(device)
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

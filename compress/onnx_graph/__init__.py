@@ -70,6 +70,12 @@ def replacing_model(path: Path | str) -> Iterator[Path]:
         yield temporary
 
 
+def write_model(path: Path | str, content: bytes) -> Path:
+    with replacing_model(path) as temporary:
+        temporary.write_bytes(content)
+    return Path(path)
+
+
 class OnnxGraph:
     """An index over a graph. It follows the constants that are added through it, and no other change of the graph.
 
@@ -308,6 +314,42 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
         else:
             model.graph.initializer.append(tensor)
     return model
+
+
+def inferred_graph(
+    proto: onnx.ModelProto,
+    sizes: Mapping[str, Sequence[int | None]],
+    known: Mapping[str, NDArray[Any]] | None = None,
+) -> onnx.GraphProto:
+    """Return a graph without its weights, with the shapes and types that follow from those of its inputs.
+
+    `sizes` are of inputs by name, None = open; what a file says of its results is not looked at. `known` values decide
+    about shapes, such as computed pads, which inference does not compute.
+    """
+    model = without_weights(proto)
+    for value in model.graph.input:
+        if value.name in sizes:
+            del value.type.tensor_type.shape.dim[:]
+            dims = [onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes[value.name]]
+            value.type.tensor_type.shape.dim.extend(dims)
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    if known:
+        kept = [node for node in model.graph.node if not set(node.output) <= known.keys()]
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
+        model.graph.initializer.extend(constant_tensor(name, value) for name, value in known.items())
+    return onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+
+
+def whole_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a graph's tensors that are known in all dimensions."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in (*graph.value_info, *graph.output, *graph.input):
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            shapes[value.name] = tuple(dim.dim_value for dim in dims)
+    return shapes
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:

@@ -39,6 +39,7 @@ from compress.onnx_graph import (
     consumed_as,
     drop_unread,
     free_name,
+    inferred_graph,
     opset_of,
     replace_attributes,
     tensors_of,
@@ -630,11 +631,8 @@ def shape_outputs(source: SourceFile, feed: Arrays | None) -> None:
     if bare and feed is not None:
         ranks = {name: np.ndim(value) for name, value in results_for_one(source, feed).items()}
     elif bare:
-        model = without_weights(source.proto)
-        for value in model.graph.output:
-            value.type.tensor_type.ClearField("shape")
         with contextlib.suppress(InferenceError, ValueError):
-            made = onnx.shape_inference.infer_shapes(model).graph.output
+            made = inferred_graph(source.proto, {}).output
             ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in made}
     for value in bare:
         for axis in range(ranks.get(value.name, 0)):

@@ -29,7 +29,7 @@ from compress.export.onnx import export_onnx, looked_up_once, quiet
 from compress.export.targets import clean, finish_for
 from compress.graph.compare import alone
 from compress.graph.inputs import Inputs, flat_tensors, named_tensors
-from compress.onnx_graph import OnnxGraph, attribute, replacing_model
+from compress.onnx_graph import OnnxGraph, attribute, replacing_model, write_model
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.source import FloatSession, Index, SourceFile, inputs_of_file, load_source
 from compress.onnx_ptq.to_torch import OPSET, Place, network_of, random_feed
@@ -268,9 +268,7 @@ def export_executorch(file: Path | str, path: Path | str, *, batch_size: int = 1
     with library_errors(ExportError, f"{file}: ExecuTorch does not run what it made of it: "):
         found = run_program(content, inputs)
     _compare(source.path, expected, found, "as an ExecuTorch file")
-    with replacing_model(path) as temporary:
-        temporary.write_bytes(content)
-    return Path(path)
+    return write_model(path, content)
 
 
 @alone

@@ -46,13 +46,14 @@ from compress.onnx_graph import (
     all_nodes,
     attribute,
     bare_outputs,
-    constant_tensor,
     graphs_of,
+    inferred_graph,
     inputs_of,
     opset_of,
     sort_nodes,
     subgraphs,
     tensors_of,
+    whole_shapes,
     without_weights,
 )
 
@@ -770,32 +771,14 @@ def infer(
 ) -> tuple[Shapes, Types]:
     """Infer shapes and types of the tensors of a graph whose inputs have given shapes; unknown ones are left out.
 
-    `known` values decide about shapes, such as computed pads, which inference does not compute.
+    `known`: as of `inferred_graph`.
     """
-    model = without_weights(source.proto)
-    for value in model.graph.input:
-        if value.name in sizes:
-            del value.type.tensor_type.shape.dim[:]
-            for size in sizes[value.name]:
-                value.type.tensor_type.shape.dim.add().dim_value = size
-    for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    if known:
-        kept = [node for node in model.graph.node if not set(node.output) <= known.keys()]
-        del model.graph.node[:]
-        model.graph.node.extend(kept)
-        model.graph.initializer.extend(constant_tensor(name, value) for name, value in known.items())
     with library_errors(QuantizationError, f"{source.path}: its shapes cannot be inferred (", ")"):
-        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    values = [*graph.value_info, *graph.output, *graph.input]
-    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    for value in values:
-        dims = value.type.tensor_type.shape.dim
-        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            shapes[value.name] = tuple(dim.dim_value for dim in dims)
+        graph = inferred_graph(source.proto, sizes, known)
+    values = (*graph.value_info, *graph.output, *graph.input)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
-    return shapes, types
+    return whole_shapes(graph), types
 
 
 def elements(shape: tuple[int, ...] | None) -> int:

@@ -35,6 +35,7 @@ from compress.onnx_graph import (
     rename,
     replacing_model,
     tensors_of,
+    write_model,
 )
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
 from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
@@ -228,9 +229,7 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
         _check(whole, path, target, source)
-        with replacing_model(path) as temporary:
-            temporary.write_bytes(whole)
-        return path
+        return write_model(path, whole)
     del whole
     older, data = _weight_files(path), _free_data(path)
     with replacing_model(path) as temporary, _external(source, data) as proto:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Fingerprint, Split, changed_data
@@ -200,8 +201,19 @@ def _unreadable(path: Path, reason: str) -> RunError:
     return RunError(f"{path} cannot be read: {reason}. Restore the file from a copy, or name a new folder with --out")
 
 
+_Kept = TypeVar("_Kept")
+
 RECIPE_FILE = "recipe.yaml"
 Data = Mapping[str, Fingerprint]  # fingerprint of each split of a run
+
+
+def read_kept(path: Path, kind: Any, default: _Kept, advice: str) -> _Kept:
+    """What was kept as JSON, of the type `kind`; `default` if nothing was."""
+    try:
+        kept: _Kept = TypeAdapter(kind).validate_python(read_json(path)) if path.is_file() else default
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}): {advice}") from error
+    return kept
 
 
 class RunFolder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -72,20 +73,16 @@ def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name:
 def _channels(field: Field, dim: int, groups: int, outputs: int, name: str) -> Field:
     if groups == 1:
         field = mix(field, [dim], name, keep=False)
-    bounds = (_by_group(bound, dim, groups) for bound in field.bounds)
-    return replace(field, bounds=tuple(_repeated(bound, dim, outputs // groups) for bound in bounds))
+    return replace(field, bounds=tuple(_by_group(bound, dim, groups, outputs // groups) for bound in field.bounds))
 
 
-def _by_group(bound: Tensor, dim: int, groups: int) -> Tensor:
+def _by_group(bound: Tensor, dim: int, groups: int, times: int) -> Tensor:
+    """The least of each group along `dim`, `times` times."""
     small = compact(bound)
-    shape = [groups if d == dim else s for d, s in enumerate(bound.shape)]
-    return (small if small.shape[dim] == 1 else small.unflatten(dim, (groups, -1)).amin(dim + 1)).expand(shape)
-
-
-def _repeated(bound: Tensor, dim: int, times: int) -> Tensor:
-    small = compact(bound)
-    shape = [s * times if d == dim else s for d, s in enumerate(bound.shape)]
-    return (small if small.shape[dim] == 1 else small.repeat_interleave(times, dim)).expand(shape)
+    shape = [groups * times if d == dim else s for d, s in enumerate(bound.shape)]
+    if small.shape[dim] > 1:
+        small = small.unflatten(dim, (groups, -1)).amin(dim + 1).repeat_interleave(times, dim)
+    return small.expand(shape)
 
 
 def _per_axis(value: Any, rank: int, name: str) -> tuple[int, ...]:
@@ -299,10 +296,6 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, Field):
         return value.bounds[0]
     return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _folding(call: Call) -> object:
-    return _moving(call, folds=True)
 
 
 def _getitem(call: Call) -> object:
@@ -530,18 +523,13 @@ def _attend(operands: Sequence[Field], shape: Sequence[int], length: int, name: 
     return settled(field, name)
 
 
-def _elementwise(call: Call) -> Field:
-    return call.field(0)
-
-
-def _broadcasting(call: Call) -> Field:
-    return join(call.operands(), call.result_shape(), call.name)
-
-
 # For each kind of operation, from its operands' fields to its result's.
 RULES: dict[str, Callable[[Call], Any]] = {
-    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), _elementwise),
-    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs > 1), _broadcasting),
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), lambda call: call.field(0)),
+    **dict.fromkeys(
+        kinds(lambda t: t.elementwise and t.data_inputs > 1),
+        lambda call: join(call.operands(), call.result_shape(), call.name),
+    ),
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     "max_pool": _pool,
@@ -553,7 +541,7 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "local_response_norm": _local_response_norm,
     "window_attention": _window_attention,
     **dict.fromkeys(kinds(lambda t: t.category == "movement"), _moving),
-    **dict.fromkeys(("pixel_unshuffle", "unfold", "patch_merging"), _folding),
+    **dict.fromkeys(("pixel_unshuffle", "unfold", "patch_merging"), partial(_moving, folds=True)),
     "getitem": _getitem,
     "shape": _shape,
     "getattr": _attribute,

@@ -231,14 +231,6 @@ def _widest(low: Tensor, high: Tensor) -> int:
     return int(torch.where(compact(low) < 0, sizes, torch.zeros(())).amax())
 
 
-def _apply_rule(call: Call) -> object:
-    """A Field, a tuple of them, or a plain value (a shape); NoRuleError: no rule covers these arguments."""
-    rule = RULES.get(call.kind)
-    if rule is None:
-        raise NoRuleError("there is no rule for this kind of operation")
-    return rule(call)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Unknown:
     reason: str
@@ -258,16 +250,13 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
         [(1, 1), (3, 3), (5, 5)]
     """
     inputs = first_of(as_inputs(example_inputs), 1)
-    check_image(inputs[0])
-    return graph_receptive_field(trace(model, inputs), inputs, name=type(model).__name__)
-
-
-def check_image(image: Tensor) -> None:
+    image = inputs[0]
     if image.ndim < 3 or 0 in image.shape:
         raise ReceptiveFieldError(
             f"a receptive field needs a batch of images (N, C, height, width), got a tensor of shape "
             f"{tuple(image.shape)}"
         )
+    return graph_receptive_field(trace(model, inputs), inputs, name=type(model).__name__)
 
 
 def graph_receptive_field(
@@ -333,7 +322,9 @@ class _Walker:
     def _apply(self, call: Call) -> object:
         shape = call.node.meta.get("shape")
         try:
-            value = _apply_rule(call)
+            if call.kind not in RULES:
+                raise NoRuleError("there is no rule for this kind of operation")
+            value = RULES[call.kind](call)  # a Field, a tuple of them, or a plain value (a shape)
             if isinstance(value, Field) and shape is not None and value.shape != tuple(shape):
                 raise NoRuleError(f"its rule gives shape {value.shape} where the model gives {tuple(shape)}")
         except (NoRuleError, RuntimeError, IndexError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -365,19 +365,7 @@ class RecipeKey:
 
 def recipe_keys() -> tuple[RecipeKey, ...]:
     """Return all keys, in the order of the sections. Of a section that extends another, keys that differ."""
-    about = attribute_texts(Recipe)
-    keys = []
-    for field in dataclasses.fields(Recipe):
-        members = _members(get_type_hints(Recipe)[field.name])
-        spec = next((m for m in members if dataclasses.is_dataclass(m)), None)
-        default = "null" if field.default is None else "" if spec is not None else _default(field)
-        kind = "section, or null" if type(None) in members else "section"
-        if spec is None:
-            kind = _kind(get_type_hints(Recipe, include_extras=True)[field.name])
-        keys.append(RecipeKey(section="", name=field.name, kind=kind, default=default, about=about[field.name]))
-        if spec is not None and field.name != "teacher":  # its keys are those of `model`
-            keys += _keys_of(spec, field.name)
-    return tuple(keys)
+    return tuple(_keys_of(Recipe, ""))
 
 
 def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
@@ -435,7 +423,8 @@ def _keys_of(spec: Any, section: str) -> Iterator[RecipeKey]:
         members = _members(hints[field.name])
         inner = next((m for m in members if dataclasses.is_dataclass(m)), None)
         if inner is not None:
-            nested.append((inner, f"{section}.{field.name}{'[]' if get_origin(hints[field.name]) is tuple else ''}"))
+            path = f"{section}.{field.name}{'[]' if get_origin(hints[field.name]) is tuple else ''}"
+            nested.append((inner, path.removeprefix(".")))
         yield RecipeKey(
             section=section,
             name=field.name,
@@ -444,7 +433,8 @@ def _keys_of(spec: Any, section: str) -> Iterator[RecipeKey]:
             about=texts[field.name],
         )
     for inner, path in nested:
-        if not path.startswith("quantization.rules[]."):  # weights and activations of a rule are those of the section
+        # The keys of a teacher are those of `model`, the weights and activations of a rule those of the section.
+        if path != "teacher" and not path.startswith("quantization.rules[]."):
             yield from _keys_of(inner, path)
 
 

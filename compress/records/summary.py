@@ -353,13 +353,12 @@ def _sentence(row: SlowRow) -> str:
     if not found:
         more = significant(row.rest_ms - row.float_rest_ms)
         return f"{start}; no single layer is slower, and the operations that belong to no layer take {more} ms more"
-    listed = [f"{c.layer} ({significant(c.quantized_ms)} against {significant(c.float_ms)})" for c in found[:_LISTED]]
-    others = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    listed = (f"{c.layer} ({significant(c.quantized_ms)} against {significant(c.float_ms)})" for c in found)
     verb = "layer is" if len(found) == 1 else "layers are"
     lost = significant(sum(cost.lost_ms for cost in found))
     return (
         f"{start}. By the engine's own times {len(found)} {verb} slower there than in float, by {lost} ms in all: "
-        f"{', '.join(listed)}{others}. `sensitivity --from RUN --set quantization.target={family(row.engine)} "
+        f"{first_few(listed, _LISTED)}. `sensitivity --from RUN --set quantization.target={family(row.engine)} "
         f"--costs {family(row.engine)} --max-drop 1` finds the fastest formats that lose at most a point"
     )
 

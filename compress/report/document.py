@@ -15,7 +15,7 @@ import yaml
 
 from compress.audit.engine import unknown_part
 from compress.errors import RunError
-from compress.files import replacing, write_text
+from compress.files import write_bytes, write_text
 from compress.measure.latency import BUSY, NOT_MEASURED
 from compress.measure.metric import PAIRED, Judged, Metric, judged_by
 from compress.quantization.placement.decisions import Decision
@@ -989,8 +989,7 @@ def write_report(folder: Path | str) -> tuple[Path, Path]:
     document = build_document(run, drawn)
     markdown, page = to_markdown(document), to_html(document)
     for picture in pictures(drawn):
-        with replacing(run.folder / FIGURES / f"{picture.name}.png") as path:
-            path.write_bytes(picture.png)
+        write_bytes(run.folder / FIGURES / f"{picture.name}.png", picture.png)
     for name in set(drawn) - {picture.name for picture in pictures(drawn)}:
         (run.folder / FIGURES / f"{name}.png").unlink(missing_ok=True)
     return write_text(run.folder / "report.md", markdown), write_text(run.folder / "report.html", page)

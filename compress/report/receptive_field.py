@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from compress.errors import ReceptiveFieldError
-from compress.files import replacing, write_json, write_text
+from compress.files import replacing, write_bytes, write_json, write_text
 from compress.graph.inputs import Inputs
 from compress.plots.erf import draw_drift, draw_field, draw_table
 from compress.plots.style import save_figure, styled, to_png
@@ -136,8 +136,7 @@ def erf_report(
     ) + (f" The network has {weights}." if weights else "")
     document = {"model": name or fields[0].model, "weights": weights, "fields": [numbers_of(f) for f in fields]}
     numbers = write_json(folder / "erf.json", document)
-    with replacing(folder / "erf.png") as path:
-        path.write_bytes(pictures[-1])
+    write_bytes(folder / "erf.png", pictures[-1])
     animation = write_animation(folder / "erf.gif", pictures) if len(pictures) > 1 else None
     page = write_text(folder / "erf.html", _erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
     return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)

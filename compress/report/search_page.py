@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from compress.files import replacing, write_json, write_text
+from compress.files import write_bytes, write_json, write_text
 from compress.plots.results import Mark, draw_front
 from compress.plots.style import styled
 from compress.recipe.tree import Recipe
@@ -44,8 +44,7 @@ def write_search_report(outcome: Outcome, *, recipe: Recipe) -> tuple[Path, Path
     folder, document = outcome.folder, search_document(outcome, recipe=recipe)
     markdown, page = to_markdown(document), to_html(document)
     picture = next(block for section in document.sections for block in section.blocks if isinstance(block, Picture))
-    with replacing(folder / FIGURES / f"{picture.name}.png") as path:
-        path.write_bytes(picture.png)
+    write_bytes(folder / FIGURES / f"{picture.name}.png", picture.png)
     write_json(folder / "front.json", _json(outcome))
     return write_text(folder / "report.md", markdown), write_text(folder / "report.html", page)
 

@@ -245,8 +245,8 @@ def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
     reads = _distinct(
         n for node in group for n in tensor_args(node) if producer(n) not in inside and producer(n).op != "get_attr"
     )
-    result = _result_elements(group[-1])
-    moved = [(_elements(n), producer(n)) for n in reads] + [(result, group[-1])]
+    result = group[-1].meta.get("shape") or tensor_args(group[-1])[0].meta["shape"]  # attention returns a tuple
+    moved = [(_elements(n), producer(n)) for n in reads] + [(math.prod(result), group[-1])]
     moved += [(elements, group[0]) for elements in _inner_elements(group[0])]
     floating = sum(
         elements
@@ -263,11 +263,6 @@ def _elements(node: fx.Node) -> int:
         node = node.all_input_nodes[0]
         smallest = min(smallest, math.prod(node.meta["shape"])) if node.meta.get("shape") else smallest
     return smallest
-
-
-def _result_elements(node: fx.Node) -> int:
-    shape = node.meta.get("shape") or tensor_args(node)[0].meta["shape"]  # attention returns a tuple
-    return math.prod(shape)
 
 
 def _inner_elements(head: fx.Node) -> list[int]:

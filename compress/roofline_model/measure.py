@@ -5,7 +5,6 @@ Sizes are timed in turn, and the best round counts, because noise only slows.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import RooflineError
-from compress.files import read_json, write_json
+from compress.files import cache_folder, read_json, write_json
 from compress.roofline_model.devices import PRECISIONS, SPARSE, Device, parse_precision
 from compress.support.process import load_average, processor_name, restored
 from compress.support.progress import NoProgress, Progress, tracked
@@ -100,7 +99,7 @@ class Ceilings:
 
 
 def ceilings_path(backend: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / f"ceilings-{backend}.json"
+    return cache_folder() / f"ceilings-{backend}.json"
 
 
 def load_ceilings(path: Path | str) -> Ceilings:

@@ -35,7 +35,25 @@ _LOADS, _LOAD_S = 3, 1.0  # times that files are loaded to be timed, while that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class Speed:
+    """Time on the engine.
+
+    Attributes:
+        ratio: over float's.
+        unquiet: why the ratio is not to be reported, or ""; bounds are judged by it all the same.
+    """
+
+    ms: float
+    ratio: float
+    unquiet: str = ""
+
+    def ratio_text(self, digits: int = 3) -> str:
+        """Return the ratio in words, none of a busy machine."""
+        return NOT_MEASURED if self.unquiet else f"{self.ratio:.{digits}f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Speed):
     """Measurements of a candidate on the engine.
 
     Attributes:
@@ -43,14 +61,8 @@ class Figures:
         agreement: with float's class; None without logits.
     """
 
-    ms: float
-    ratio: float
     distance: float
     agreement: float | None
-    unquiet: str = ""
-
-    def ratio_text(self) -> str:
-        return NOT_MEASURED if self.unquiet else f"{self.ratio:.3f}"
 
 
 @dataclass(frozen=True)

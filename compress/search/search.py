@@ -25,7 +25,18 @@ from compress.graph.inputs import Batches, Inputs, device_of, model_inputs
 from compress.measure.latency import NOT_MEASURED
 from compress.quantization import QuantSpec
 from compress.search import SearchSpec, check_search_spec
-from compress.search.lab import REFERENCE, Figures, Lab, build, engines_of, export, measure, time_engines, with_formats
+from compress.search.lab import (
+    REFERENCE,
+    Figures,
+    Lab,
+    Speed,
+    build,
+    engines_of,
+    export,
+    measure,
+    time_engines,
+    with_formats,
+)
 from compress.search.models import (
     Check,
     Distances,
@@ -207,29 +218,21 @@ def lost(point: Point) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class Attempt(Speed):
     """A fine-tuned and measured network.
 
     Attributes:
         variant: its best on the engine.
         score: metric on the engine, whole split.
         drop: points lost there.
-        unquiet: why the ratio is not to be reported, or ""; bounds are judged by it all the same.
     """
 
     label: str
     folder: str
     variant: str
     file: str
-    ms: float
-    ratio: float
     score: float
     drop: float
-    unquiet: str = ""
-
-    def ratio_text(self, digits: int = 3) -> str:
-        """Return the ratio in words, none of a busy machine."""
-        return NOT_MEASURED if self.unquiet else f"{self.ratio:.{digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)

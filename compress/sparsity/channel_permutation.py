@@ -305,7 +305,10 @@ def _search(
         return {}
     cores = torch.get_num_threads()
     workers = 1 if next(iter(weights.values())).is_cuda else min(cores, len(groups))
-    costs = {i: _cost(group, weights) for i, group in enumerate(groups)}
+    costs = {
+        i: sum(weights[path][:, 0].numel() for path in group.consumers) * len(group.classes) + ROUND_COST
+        for i, group in enumerate(groups)
+    }
     order = sorted(costs, key=lambda i: -costs[i])
     deadline = time.perf_counter() + seconds
 
@@ -372,10 +375,6 @@ def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:
 def _columns(weight: Tensor, first: int, count: int) -> Tensor:
     rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _cost(group: _Group, weights: dict[str, Tensor]) -> int:
-    return sum(weights[path][:, 0].numel() for path in group.consumers) * len(group.classes) + ROUND_COST
 
 
 def _shares(weights: dict[str, Tensor], pattern: Pattern) -> dict[str, float]:

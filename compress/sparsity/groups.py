@@ -286,7 +286,10 @@ class _Follower(fx.Interpreter):
         if node.op == "call_module" and not self._module_vectors(node, ("weight",), 1):
             return self._lost(node, kind)
         shapes = [(1,) * (result.ndim - self.env[a].ndim) + tuple(self.env[a].shape) for a in operands]
-        aligned = [_align(self.numbers.get(a), result.ndim) for a in operands]
+        aligned = [
+            x.view([1] * (result.ndim - x.ndim) + list(x.shape)) if isinstance(x, Tensor) else None
+            for x in map(self.numbers.get, operands)
+        ]
         joined: Tensor | None = None
         for axis in range(result.ndim):
             varying = {i for i, x in enumerate(aligned) if x is not None and x.shape[axis] > 1}
@@ -405,10 +408,6 @@ def _layer(node: fx.Node) -> Any:  # Any: rules ask for attributes of many class
 
 def _varies(numbers: Tensor) -> set[int]:
     return {axis for axis, size in enumerate(numbers.shape) if size > 1}
-
-
-def _align(numbers: Numbers, ndim: int) -> Tensor | None:
-    return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
 
 
 def _compact(value: Any) -> Numbers:

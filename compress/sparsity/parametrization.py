@@ -260,7 +260,10 @@ class NMMask(nn.Module):
     ) -> None:
         layer = prefix.removesuffix(_PREFIX + "0.")
         if f"{prefix}mask" not in state_dict and strict:
-            raise SparsityError(_dense_into_sparse(layer.removesuffix(".") or "the model"))
+            raise SparsityError(
+                f"the checkpoint is of a dense model and {layer.removesuffix('.') or 'the model'} is masked: load it "
+                "before sparsify, or into a model whose masks were squashed"
+            )
         got = state_dict.get(f"{prefix}mask")
         if isinstance(got, Tensor) and got.shape != self.mask.shape:
             raise SparsityError(
@@ -386,13 +389,6 @@ def _masked(module: nn.Module) -> MaskedLayer | None:
     chains: Any = module.parametrizations
     parts = chains["weight"]
     return MaskedLayer(module=module, part=parts[0], original=parts.original) if isinstance(parts[0], NMMask) else None
-
-
-def _dense_into_sparse(layer: str) -> str:
-    return (
-        f"the checkpoint is of a dense model and {layer} is masked: load it before sparsify, or into a model whose "
-        "masks were squashed"
-    )
 
 
 def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -38,6 +38,7 @@ from compress.sparsity.eligibility import (
 )
 from compress.sparsity.parametrization import (
     apply_masks,
+    from_groups,
     kept_magnitude,
     masked_layers,
     nm_mask,
@@ -162,10 +163,6 @@ def as_matrix(weight: Tensor, groups: int) -> Tensor:
     return weight.movedim(1, -1).flatten(1).unflatten(0, (groups, -1))
 
 
-def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    return matrix.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
-
-
 def _padded(convolution: nn.Conv2d, x: Tensor) -> Tensor:
     pads: list[int] = []
     for axis in reversed(range(len(convolution.kernel_size))):
@@ -219,8 +216,8 @@ def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: f
     weight = weight_of(layer).detach()
     blocks = as_matrix(weight, len(hessian))
     pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
-    updated, mask = (torch.stack(parts).flatten(0, 1) for parts in zip(*pairs, strict=True))
-    return from_matrix(updated, weight.shape), from_matrix(mask, weight.shape)
+    updated, mask = (from_groups(torch.stack(parts), weight.shape).contiguous() for parts in zip(*pairs, strict=True))
+    return updated, mask
 
 
 MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import compress
 from compress.cli.app import app
-from compress.cli.options import form_of
+from compress.cli.options import FormOptions
 from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
 from compress.errors import DataError, EngineUnavailableError, RunError
@@ -387,7 +387,7 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "8", "--std", "0"), "--std is '0'"),
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "0"), "--size is '0'"),
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "9"), "takes (any, 3, 8, 8)"),
-        (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "os has no function 'nothing'"),
+        (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "has no 'nothing'"),
         (("ptq", "--onnx", "net.onnx", "--data", "net.npz"), "cannot be read as an .npz file"),
         (("ptq", "--recipe", "resnet50.yaml", "--data", "pictures"), "belong to --onnx"),
         ((*NET, "--tune", "5", "--max-drop", "1"), "a time with its unit, such as 5min"),
@@ -432,11 +432,11 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
         transforms.ToTensor(),
     ]
     expected = transforms.Compose([*steps, transforms.Normalize(said.mean, said.std)])(Image.fromarray(pixels))
-    found = read_input(tmp_path / "a.png", form_of(file, None, None, None, "NCHW", "RGB"))
+    found = read_input(tmp_path / "a.png", FormOptions().of(file))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert form_of(file, "12", "0.5", None, "NCHW", "RGB").image_size == (12, 12)
+    assert FormOptions(size="12", mean="0.5").of(file).image_size == (12, 12)
     plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
-    assert form_of(plain, None, None, None, "NCHW", "RGB") == Preprocessing(image_size=(20, 20), crop_ratio=0.875)
+    assert FormOptions().of(plain) == Preprocessing(image_size=(20, 20), crop_ratio=0.875)
 
 
 def test_hidden_files_are_no_pictures(floats):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from compress import DataSpec, load_data
 from compress.cli.app import app
-from compress.cli.model import chosen_recipe, network_of
+from compress.cli.model import Network, network_of
 from compress.data.base import BatchPlan, Preprocessing, bounded, stratified_order
 from compress.data.decode import open_image, preprocessed, random_box, random_crop, rgb
 from compress.data.files import read_input
@@ -490,11 +490,11 @@ def test_commands_see_the_recipes_classes(tmp_path, monkeypatch):
 
 def test_the_network_is_that_of_the_recipe_or_has_the_classes_of_imagenet():
     small = ["data.image_size=32"]
-    assert network_of(chosen_recipe("resnet18", None, small)).fc.out_features == 10
-    assert network_of(chosen_recipe("resnet18", None, [*small, "data.name=shapes"])).fc.out_features == 20
-    assert network_of(chosen_recipe(None, "resnet18", [])).fc.out_features == 1000
-    assert network_of(chosen_recipe(None, "resnet18", ["model.num_classes=5"])).fc.out_features == 5
-    assert network_of(chosen_recipe("resnet50-imagenet", None, []), weights=False).fc.out_features == 1000
+    assert network_of(Network(recipe="resnet18", set_=small).read()).fc.out_features == 10
+    assert network_of(Network(recipe="resnet18", set_=small).read("data.name=shapes")).fc.out_features == 20
+    assert network_of(Network(model="resnet18").read()).fc.out_features == 1000
+    assert network_of(Network(model="resnet18", set_=["model.num_classes=5"]).read()).fc.out_features == 5
+    assert network_of(Network(recipe="resnet50-imagenet").read(), weights=False).fc.out_features == 1000
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))

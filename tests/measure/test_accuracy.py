@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from compress import BenchSpec, TorchEngine, build_engine, export_onnx, measure_accuracy, measure_metric
 from compress.data.base import Preprocessing
-from compress.data.decode import resize_tensor
+from compress.data.decode import resized
 from compress.errors import DataError, EngineError, RecipeError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.measure import check_bench_spec
@@ -325,7 +325,7 @@ def test_preprocessing_by_hand():
 def test_resizing_on_the_device_is_resizing_by_pillow_but_for_rounding(interpolation):
     image = Image.fromarray(pixels(40, 33))
     tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
-    by_torch = resize_tensor(tensor, replace(PREPROCESSING, crop_ratio=0.8, interpolation=interpolation))
+    by_torch = resized(tensor, replace(PREPROCESSING, crop_ratio=0.8, interpolation=interpolation))
     by_pillow = image.resize((10, round(10 * 40 / 33)), Image.Resampling[interpolation.upper()])
     top = round((by_pillow.height - 8) / 2)
     expected = np.asarray(by_pillow)[top : top + 8, 1:9].transpose(2, 0, 1)

@@ -15,11 +15,10 @@ from torchvision import models
 import compress
 from compress.errors import DataError, SparsityError
 from compress.sparsity import SparsityRule, parse_pattern, sparsifier
-from compress.sparsity.parametrization import nm_mask, pattern_mask, verify_nm
+from compress.sparsity.parametrization import from_groups, nm_mask, pattern_mask, verify_nm
 from compress.sparsity.sparsifier import (
     as_matrix,
     calibration_inputs,
-    from_matrix,
     prune_by_hessian,
     prune_layers,
     unfolded,
@@ -58,7 +57,7 @@ def test_unfolded_inputs_times_the_matrix_are_the_convolution(axes, groups, kern
     y = unfolded(layer, x) @ as_matrix(layer.weight, groups).transpose(1, 2)  # (groups, vectors, out / groups)
     expected = layer(x).movedim(1, -1).flatten(0, -2)
     torch.testing.assert_close(y.movedim(0, 1).flatten(1), expected, rtol=1e-4, atol=1e-5)
-    back = from_matrix(as_matrix(layer.weight, groups).flatten(0, 1), layer.weight.shape)
+    back = from_groups(as_matrix(layer.weight, groups), layer.weight.shape)
     assert torch.equal(back, layer.weight)
 
 

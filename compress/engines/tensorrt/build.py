@@ -37,7 +37,7 @@ from compress.engines.tensorrt.options import (
 )
 from compress.errors import EngineError, EngineUnavailableError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY, is_sparse
-from compress.files import cache_folder, replacing, write_json, write_text
+from compress.files import cache_folder, write_bytes, write_json, write_text
 from compress.support.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
@@ -138,11 +138,6 @@ def use_timing_cache(
     return None, (note,)
 
 
-def keep_timing_cache(path: Path, config: tensorrt.IBuilderConfig) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(bytes(config.get_timing_cache().serialize()))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Everything that a build depends on."""
@@ -176,7 +171,7 @@ def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[b
         if blob is None and not stop.is_set():
             raise EngineError(_failure(request, log))
         if blob is not None and cache is not None:
-            keep_timing_cache(cache, config)
+            write_bytes(cache, bytes(config.get_timing_cache().serialize()))
         return bytes(blob) if blob is not None else b"", notes
 
     try:
@@ -382,8 +377,7 @@ def build_tensorrt(
     with request.library.listening() as log:
         blob, notes = serialized_engine(request, log, bar)
     seconds = time.perf_counter() - begin
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
+    write_bytes(path, blob)
     metadata = _metadata(request, path, digest, seconds, notes + _unused(request))
     write_text(log_path(path), log.text())
     write_json(metadata_path(path), metadata.to_dict())

@@ -19,12 +19,12 @@ from compress.engines.base import (
     Engine,
     EngineInfo,
     GpuTimes,
-    TensorInfo,
     array_of,
     check_inputs,
     existing_file,
     reason,
     time_batch,
+    with_open_batch,
 )
 from compress.engines.base import check_tensors as check_given
 from compress.engines.tensorrt.build import build_tensorrt
@@ -48,7 +48,7 @@ from compress.engines.tensorrt.metadata import (
 )
 from compress.engines.tensorrt.options import TensorRTOptions, check_admitted, parse_options, yes_or_no
 from compress.errors import EngineError, EngineUnavailableError
-from compress.files import replacing, write_text
+from compress.files import write_bytes, write_text
 
 if TYPE_CHECKING:
     import tensorrt
@@ -285,8 +285,8 @@ class TensorRTEngine(Engine):
         self._library, self._engine_metadata, self._device = library, metadata, torch.device("cuda", options.device)
         fixed = options.batch[0] if len(set(options.batch)) == 1 else None
         self.metadata = metadata.onnx_metadata
-        self.inputs = _with_batch(metadata.inputs, fixed)
-        self.outputs = _with_batch(metadata.outputs, fixed)
+        self.inputs = with_open_batch(metadata.inputs, fixed)
+        self.outputs = with_open_batch(metadata.outputs, fixed)
         self.info = EngineInfo(
             engine=name,
             label=f"{name} ({metadata.float_precision})",
@@ -383,13 +383,8 @@ class TensorRTEngine(Engine):
     def close(self) -> None:
         """Store the kernels that were compiled at run time, and free the GPU's memory."""
         if self._engine is not None and self._cache is not None and self._made is not None:
-            with replacing(self._cache_path) as temporary:
-                temporary.write_bytes(bytes(self._cache.serialize()))
+            write_bytes(self._cache_path, bytes(self._cache.serialize()))
         self._made = self._config = self._cache = self._engine = self._runtime = None
-
-
-def _with_batch(tensors: tuple[TensorInfo, ...], batch: int | None) -> tuple[TensorInfo, ...]:
-    return tuple(t.with_batch(batch) if batch is not None and t.shape[:1] == (-1,) else t for t in tensors)
 
 
 def check_tensors(inputs: Mapping[str, Tensor], metadata: EngineMetadata, device: torch.device, *, label: str) -> None:

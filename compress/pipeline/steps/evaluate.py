@@ -112,7 +112,7 @@ def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, pr
                 layers_of(plain),
                 engine=engine,
                 batch_size=row.batch_size,
-                precision=precision_of(row.float_engine),
+                precision="f32" if engine == "openvino" and "f32" in row.float_engine else None,
                 threads=spec.threads,
                 warmup=_WARMUP,
                 runs=runs,
@@ -135,10 +135,6 @@ def _with_layers(row: SlowRow, plain: Path, quantized: Path, spec: BenchSpec, pr
     ]
     costs.sort(key=lambda cost: -cost.lost_ms)
     return replace(row, layers=tuple(costs), rest_ms=times["quantized"].rest_ms, float_rest_ms=times["float"].rest_ms)
-
-
-def precision_of(label: str) -> str | None:
-    return "f32" if family(label) == "openvino" and "f32" in label else None
 
 
 def layers_of(path: Path) -> list[str]:

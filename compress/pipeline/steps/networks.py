@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +23,7 @@ from compress.pipeline.run import (
     Run,
     differences,
     layer_weight,
+    read_kept,
     read_state,
     recipe_of,
     stem,
@@ -75,6 +75,7 @@ def train(
     `variant` names the files. `teacher`: for distillation, if the recipe names no other. `first_epoch`: epochs trained
     before, so that images come in another order. `after_step`: called after each step.
     """
+    before = run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
     report = fit(
         model,
         run.data,
@@ -88,7 +89,7 @@ def train(
         resume=run.resume,
         name=variant.step,
         first_epoch=first_epoch,
-        reference=_reference(run) if spec.stop_within is not None else None,
+        reference=before if spec.stop_within is not None else None,
         after_step=after_step,
         progress=run.progress,
     )
@@ -98,10 +99,6 @@ def train(
     if spec.keep_best and report.best is not None and report.best is not report.history[-1]:
         run.notes.append(f"{variant}: the weights are those of epoch {report.best.epoch}, whose metric was the best")
     return report
-
-
-def _reference(run: Run) -> float | None:
-    return run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
 
 
 def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
@@ -252,6 +249,9 @@ def _report(run: Run, variant: Variant, target: Target | None, model: fx.GraphMo
         run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
 
 
+_ANEW = "restore it, or begin the run anew (--out)"
+
+
 def _back_file(variant: Variant) -> str:
     return f"{variant}.taken_back.json"
 
@@ -261,27 +261,16 @@ def _measured_file(variant: Variant, target: Target | None) -> str:
 
 
 def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[Rule]:
-    path = run.path(_measured_file(variant, target))
-    found = _stored(path, {})
-    if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
-        raise RunError(f"{path} holds {found!r:.80}: it must name layers and reasons; begin the run anew (--out)")
+    found = read_kept(run.path(_measured_file(variant, target)), dict[str, str], {}, _ANEW)
     return [measured_rule(match, reason) for match, reason in found.items()]
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:
-    path = run.path(_back_file(variant))
-    found = _stored(path, [])
-    asked = methods(run.quantization)
-    if not isinstance(found, list) or not set(found) <= set(asked):
+    path, asked = run.path(_back_file(variant)), methods(run.quantization)
+    found = read_kept(path, list[str], list[str](), _ANEW)
+    if not set(found) <= set(asked):
         raise RunError(f"{path} holds {found}: it must be a list of {', '.join(asked)}; begin the run anew (--out)")
     return found
-
-
-def _stored(path: Path, default: Any) -> Any:
-    try:
-        return read_json(path) if path.is_file() else default
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
 
 
 @dataclass(frozen=True)
@@ -402,7 +391,7 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
     run.networks |= {(variant, target): model for target, model in found.items()}
     if run.folder.done(step):
         for target, model in found.items():
-            load_model(model, run.path(f"{stem(variant, target)}.safetensors"))
+            load_model(model, _weights(run, variant, target))
         return
     for model in found.values():
         take_weights(model, trained)

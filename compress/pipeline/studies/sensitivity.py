@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter
 from torch import nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
 from compress.engines import build_engine
 from compress.engines.registry import require_engine
-from compress.errors import QuantizationError, RecipeError, RunError
+from compress.errors import QuantizationError, RecipeError
 from compress.export.onnx import export_onnx
-from compress.files import read_json, write_json, write_text
+from compress.files import write_json, write_text
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
-from compress.pipeline.run import SENSITIVITY, Run, open_run
+from compress.pipeline.run import SENSITIVITY, Run, open_run, read_kept
 from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
 from compress.pipeline.steps.networks import build_float, calibration_images, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
@@ -169,10 +168,7 @@ class _Stored:
 
 def _stored(path: Path, images: int) -> _Stored:
     """Return the measurements of a stopped run; empty ones if it used another number of images."""
-    try:
-        stored = TypeAdapter(_Stored).validate_python(read_json(path)) if path.exists() else _Stored(images)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}): delete it, and its layers are measured again") from error
+    stored = read_kept(path, _Stored, _Stored(images), "delete it, and its layers are measured again")
     return stored if stored.images == images else _Stored(images)
 
 
@@ -187,10 +183,11 @@ def plain(value: object) -> object:
 def _write(run: Run, reports: Mapping[str, Sensitivity]) -> tuple[Path, ...]:
     with styled():
         figure = draw_sensitivity(reports, WIDE)
+    tables = "\n".join(_table(name, report) for name, report in reports.items())
     return (
         write_json(run.path("sensitivity.json"), plain({name: asdict(report) for name, report in reports.items()})),
         write_text(run.path("sensitivity.csv"), sensitivity_csv(reports)),
-        write_text(run.path("sensitivity.md"), f"# Sensitivity\n\n{sensitivity_markdown(reports)}"),
+        write_text(run.path("sensitivity.md"), f"# Sensitivity\n\n{tables}"),
         save_figure(figure, run.path("sensitivity.png")),
     )
 
@@ -210,10 +207,6 @@ def sensitivity_csv(reports: Mapping[str, Sensitivity]) -> str:
 def _cells(name: str, row: LayerSensitivity) -> list[object]:
     effects = [cell for e in (row.alone, row.left_out) for cell in (e.sqnr_db, e.agreement, e.score)]
     return [name, row.layer, row.kind, row.weight_elements, row.macs, *effects]
-
-
-def sensitivity_markdown(reports: Mapping[str, Sensitivity]) -> str:
-    return "\n".join(_table(name, report) for name, report in reports.items())
 
 
 def _table(name: str, report: Sensitivity) -> str:

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from compress.engines.registry import build_engine
-from compress.errors import CalibrationError, QuantizationError, RunError
+from compress.errors import CalibrationError, QuantizationError
 from compress.export.onnx import export_onnx
-from compress.files import cache_folder, read_json, write_json
+from compress.files import cache_folder, write_json
 from compress.graph.inputs import model_inputs
 from compress.measure.latency import Latency, latency_ratio, paired_interval, time_files
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.onnx_ptq.source import feeds, inputs_of_file, load_source, one_image
+from compress.pipeline.run import read_kept
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.view import GraphView
 from compress.quantization.sensitivity import FLOAT, Effect, Goal, Judged, lowered, metric_for, targets_of
@@ -308,9 +308,4 @@ def _cache() -> Path:
 
 def cached() -> dict[str, dict[str, float]]:
     """Milliseconds that a float layer saves, by machine and pattern."""
-    try:
-        return TypeAdapter(dict[str, dict[str, float]]).validate_python(
-            read_json(_cache()) if _cache().exists() else {}
-        )
-    except (OSError, ValueError) as error:
-        raise RunError(f"{_cache()} cannot be read ({error}): delete it, and layers are timed again") from error
+    return read_kept(_cache(), dict[str, dict[str, float]], {}, "delete it, and layers are timed again")

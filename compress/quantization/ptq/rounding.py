@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
-from compress.files import replacing
+from compress.files import write_bytes
 from compress.graph.layers import alive_after
 from compress.graph.modules import stored_name
 from compress.graph.ops import called_module, module_kind, node_kind
@@ -319,8 +319,7 @@ def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
 
 def _write(path: Path, digest: str, weight: Tensor) -> None:
     content = save({digest: weight.detach().cpu().contiguous()})  # written by us, so that a full disk is an OSError
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
+    write_bytes(path, content)
 
 
 @dataclass(frozen=True)
