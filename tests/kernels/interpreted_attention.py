@@ -188,6 +188,7 @@ def compare(run, reference, made, generator):
 def check_network(make):
     # A whole network: but for values at ties, the plain path; in half precision, but for its rounding.
     qmodel, x = quantized(make())
+    x = x[:1]  # the cases above have several images
     fused = fused_as_plain(qmodel, x, rtol=1e-3, atol=1e-3, kernels="triton")
     assert_near(in_half(fused, qmodel, x), in_half(qmodel, qmodel, x), 0.99)
 

@@ -70,6 +70,8 @@ def _patch_once():
     # Let the interpreter change Triton's language once for a function, not in each call, a third of the time.
     from triton.runtime import interpreter
 
+    # Without its look for overflow in each addition, a third of the time, which it reports to nobody unless it debugs.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     if hasattr(interpreter, "_LangPatchScope"):
         patch = functools.cache(interpreter._patch_lang)
         interpreter._patch_lang = lambda fn: (patch(fn), interpreter._LangPatchScope())[1]  # nothing to restore

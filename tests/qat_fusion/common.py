@@ -62,9 +62,10 @@ def gradients(run, qmodel, x, **autocast):
     return result.detach(), x.grad, {name: p.grad.clone() for name, p in qmodel.named_parameters()}
 
 
-def compiled_gradients(qmodel, x):
+def compiled_gradients(qmodel, x, **options):
+    # Of one graph without breaks.
     torch.compiler.reset()
-    fused = compress.fuse_for_training(qmodel)
+    fused = compress.fuse_for_training(qmodel, **options)
     return gradients(torch.compile(fused, backend="aot_eager", fullgraph=True), qmodel, x)
 
 

@@ -43,10 +43,10 @@ def small_network():
     )
 
 
-def made(**spec):
+def made(network=small_network, **spec):
     torch.manual_seed(0)
     x = (2 * torch.randn(2, 3, 16, 16)).contiguous(memory_format=torch.channels_last)
-    qmodel = compress.quantize(small_network().eval(), x, [x], spec=compress.QuantSpec(**spec))
+    qmodel = compress.quantize(network().eval(), x, [x], spec=compress.QuantSpec(**spec))
     for name, quantizer in qmodel.named_modules():
         if name.startswith("quantizers."):
             quantizer.set_amax(0.8 * quantizer.amax)
@@ -82,15 +82,6 @@ def check_network():
     close(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x))
 
 
-def check_compiled():
-    # One graph without breaks; where no GPU is, that of floats.
-    qmodel, x = made()
-    fused = compress.fuse_for_training(qmodel, kernels="torch", forward="int8")
-    torch.compiler.reset()
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    close(gradients(compiled, qmodel, x), gradients(qmodel, qmodel, x))
-
-
 def check_kept_batchnorm():
     qmodel, x = made(batchnorm="keep")
     fused = compress.fuse_for_training(qmodel, kernels="triton", forward="int8")
@@ -99,5 +90,4 @@ def check_kept_batchnorm():
 
 def main():
     check_network()
-    check_compiled()
     check_kept_batchnorm()

@@ -38,7 +38,7 @@ from tests.qat_fusion.common import (
     quantized,
     saved_bytes,
 )
-from tests.qat_fusion.interpreted_int8 import close
+from tests.qat_fusion.interpreted_int8 import Block, close
 from tests.qat_fusion.interpreted_int8 import gradients as int8_gradients
 from tests.qat_fusion.interpreted_int8 import made as int8_made
 from tests.qat_fusion.test_attention import quantized as quantized_attention
@@ -746,6 +746,16 @@ def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
 @pytest.mark.release
 def test_in_the_interpreter_it_trains_as_the_plain_path_does():
     interpreted("tests.qat_fusion.interpreted_int8")
+
+
+@pytest.mark.release
+def test_training_on_codes_compiled():
+    # Where no GPU is, the graph is that of floats.
+    qmodel, x = int8_made(
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.ReLU(), Block(16, 32, 2), nn.Conv2d(32, 5, 1))
+    )
+    found = compiled_gradients(qmodel, x, kernels="torch", forward="int8")
+    close(found, gradients(qmodel, qmodel, x))
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])
