@@ -357,6 +357,42 @@ def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePr
     return [minimum, node]
 
 
+@each_node
+def layouts_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Put a Reshape to its own shape before each node that fails in ONNX Runtime's order of INT8 images.
+
+    Between INT8 convolutions it moves a Resize or a Pad to the order with channels last. It shrinks no cubic one there,
+    and takes `axes` for all (CenterCropPad pads so too; 1.31). No Transpose passes a Reshape.
+    """
+    fails = {
+        "Resize": attribute(node, "axes", None) is not None or attribute(node, "mode", b"nearest") == b"cubic",
+        "Pad": any(node.input[3:]),
+        "CenterCropPad": True,
+    }
+    if not fails.get(node.op_type):
+        return None
+    source = node.input[0]
+    shape, same = (view.free(added_tensor(node.output[0], part)) for part in ("shape", "same"))
+    node.input[0] = same
+    return [made_after(node, "Shape", [source], shape), made_after(node, "Reshape", [source, shape], same), node]
+
+
+@each_node
+def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    """Put a Max between every average with dilations and its QuantizeLinear: QLinearAveragePool has none (1.31)."""
+    source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
+    scale = view.array(node.input[1]) if source is not None else None
+    if source is None or scale is None or source.op_type != "AveragePool":
+        return None
+    if all(step == 1 for step in attribute(source, "dilations", [])):
+        return None
+    name = view.free(added_tensor(node.output[0], "apart"))
+    least = view.add_constant(added_tensor(node.output[0], "least"), np.array(np.finfo(scale.dtype).min))
+    maximum = made_after(node, "Max", [node.input[0], least], name)
+    node.input[0] = name
+    return [maximum, node]
+
+
 def weights_to_unsigned(model: onnx.ModelProto) -> None:
     """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
     view, made = OnnxGraph(model.graph), dict[str, str]()

@@ -5,6 +5,7 @@ Every pass works on the model in place and returns how many nodes it changed; `t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +14,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from compress.errors import CompressWarning, first_few
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
@@ -29,6 +31,20 @@ from compress.onnx_graph import (
 )
 
 _SMALLEST = {np.dtype(np.float32): np.finfo(np.float32).tiny, np.dtype(np.float16): np.float16(2**-24)}
+
+
+def warn_of_resizes(proto: onnx.ModelProto) -> None:
+    """Name every Resize that OpenVINO computes without its antialias or keep_aspect_ratio_policy, and says nothing."""
+    read = {"antialias": 0, "keep_aspect_ratio_policy": b"stretch"}
+    resizes = [node for node in all_nodes(proto.graph.node) if node.op_type == "Resize"]
+    others = [node.name for node in resizes if any(attribute(node, key, value) != value for key, value in read.items())]
+    if others:
+        warnings.warn(
+            f"OpenVINO ignores antialias and keep_aspect_ratio_policy, so that it computes {first_few(others)} "
+            "otherwise than torch and ONNX Runtime, in float too: resize before the network, or by average pooling",
+            CompressWarning,
+            stacklevel=5,
+        )
 
 
 def holds_pairs(node: onnx.NodeProto) -> bool:

@@ -20,8 +20,10 @@ from compress.export.onnxruntime import (
     AXIS_OPSET,
     bounded_softmaxes,
     clips_apart,
+    dilations_apart,
     floats_apart,
     integer_biases,
+    layouts_apart,
     repeat_pairs,
     room_for_biases,
 )
@@ -39,6 +41,7 @@ from compress.export.openvino import (
     products_apart,
     signs_apart,
     strides_kept,
+    warn_of_resizes,
     zero_points_into_biases,
 )
 from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
@@ -167,6 +170,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
     if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
         bias_shared_convolutions(proto)
     if target == "openvino":
+        warn_of_resizes(proto)
         products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)
@@ -189,6 +193,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         biases_apart(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
+        dilations_apart(proto)
         clips_apart(proto)
         repeat_pairs(proto)
         types = {one.data_type for one in proto.graph.initializer} | {attribute(n, "to", 0) for n in proto.graph.node}
@@ -196,6 +201,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         integer_biases(proto, WEIGHTED_OPS if half else ("Gemm", "MatMul"))
         if opset_of(proto) >= AXIS_OPSET:
             floats_apart(proto)
+        layouts_apart(proto)
     if target in {"litert", "qnn"}:
         integer_biases(proto, WEIGHTED_OPS)
     if target in {"dla", "qnn"}:  # which take an operator in integers only between pairs of its own

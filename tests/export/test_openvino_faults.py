@@ -518,3 +518,80 @@ def test_openvino_carries_integers_through_joins_and_selections(case, way, tmp_p
     types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
     assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3
+
+
+# What stands between two INT8 convolutions, which read 8x8 pixels: operator, attributes, further inputs.
+BETWEEN = {
+    "cubic_smaller": ("Resize", {"mode": "cubic"}, [None, np.array([1, 1, 1.5, 0.5], "f")]),
+    "axes": ("Resize", {"mode": "linear", "axes": [2, 3]}, [None, np.array([1.5, 2], "f")]),
+    "axes_nearest": ("Resize", {"mode": "nearest", "axes": [-2, -1]}, [None, np.array([2, 2], "f")]),
+    "axes_sizes": ("Resize", {"mode": "linear", "axes": [3, 2]}, [None, None, np.array([9, 5])]),
+    "pad_axes": ("Pad", {}, [np.array([1, 2, 0, 1]), None, np.array([2, 3])]),
+    "pad_axis": ("Pad", {"mode": "reflect"}, [np.array([1, 2]), None, np.array([-1])]),
+    "crop": ("CenterCropPad", {"axes": [2, 3]}, [np.array([6, 10])]),
+    "dilated_mean": ("AveragePool", {"kernel_shape": [2, 2], "dilations": [2, 2], "pads": [1] * 4}, []),
+}
+
+
+def _between(tmp_path, operator, attributes, further_inputs):
+    generator = np.random.default_rng(0)
+    held = {f"w{i}": generator.standard_normal((8, n, 3, 3)).astype("f") * 0.2 for i, n in enumerate((3, 8, 8))}
+    names = [f"given{i}" if value is not None else "" for i, value in enumerate(further_inputs)]
+    held |= {name: value for name, value in zip(names, further_inputs, strict=True) if name}
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["a"], name="first", pads=[1] * 4),
+        helper.make_node(operator, ["a", *names], ["b"], name="between", **attributes),
+        helper.make_node("Conv", ["b", "w1"], ["c"], name="second", pads=[1] * 4),
+        helper.make_node("Conv", ["c", "w2"], ["d"], name="third", pads=[1] * 4),
+        helper.make_node("GlobalAveragePool", ["d"], ["y"], name="mean"),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 8, 1, 1])
+    constants = [onnx.numpy_helper.from_array(value, name) for name, value in held.items()]
+    graph = helper.make_graph(nodes, "g", [x], [y], constants)
+    path = tmp_path / "float.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), path)
+    return path
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_onnxruntime_runs_what_stands_between_int8_convolutions(case, tmp_path):
+    path, images = _between(tmp_path, *BETWEEN[case]), np.random.default_rng(1).standard_normal((4, 3, 8, 8))
+    images = images.astype("f")
+    spec = compress.QuantSpec(target="onnxruntime")
+    made = compress.quantize_onnx(path, [images], spec=spec, out=tmp_path / "int8.onnx")
+    expected, found = (torch.from_numpy(compute(one, images)) for one in (path, made))
+    assert sqnr(expected, found) > 25
+    with compress.build_engine(made, "onnxruntime", profile="yes") as engine:
+        assert sum(layer.kind == "QLinearConv" for layer in engine.runtime_layers()) == 3
+
+
+def test_onnxruntime_runs_a_smaller_bicubic_image_of_torch(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.second(F.interpolate(self.first(x), size=(13, 5), mode="bicubic")).mean((2, 3))
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(4, 3, 8, 8)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="onnxruntime"))
+    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
+    assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 30
+
+
+OTHERS = {
+    "antialias": ({"antialias": 1}, np.array([1, 8, 4, 4])),
+    "ratio": ({"axes": [2, 3], "keep_aspect_ratio_policy": "not_larger"}, np.array([4, 5])),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_resize_that_openvino_computes_otherwise_is_named(case, tmp_path):
+    attributes, sizes = OTHERS[case]
+    path = _between(tmp_path, "Resize", {"mode": "linear", **attributes}, [None, None, sizes])
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    with pytest.warns(compress.CompressWarning, match=r"ignores antialias and keep_aspect_ratio_policy.* between "):
+        compress.quantize_onnx(path, [np.ones((1, 3, 8, 8), "f")], spec=spec, out=tmp_path / "int8.onnx")
