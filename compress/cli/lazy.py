@@ -11,7 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -124,10 +124,11 @@ def _with_shared(function: Callable[..., None]) -> Callable[..., None]:
     params: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[Any, list[str]]] = {}
     for name, param in inspect.signature(function, eval_str=True).parameters.items():
-        fields = inspect.signature(param.annotation, eval_str=True).parameters if is_dataclass(param.annotation) else {}
+        kind = param.annotation
+        fields = inspect.signature(kind, eval_str=True).parameters if hasattr(kind, "__dataclass_fields__") else {}
         params |= fields or {name: param}
         if fields:
-            groups[name] = param.annotation, [*fields]
+            groups[name] = kind, [*fields]
     named = "recipe" in params and not any("Argument" in str(param.annotation) for param in params.values())
     required = named and params["recipe"].default is inspect.Parameter.empty
 

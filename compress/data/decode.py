@@ -167,7 +167,8 @@ def resized(image: T, preprocessing: Preprocessing) -> T:
     p, transforms = preprocessing, _transforms()
     if p.resize != "crop":
         return _whole(image, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)
-    sides = covering(*transforms.get_size(image), p.height_width, p.crop_ratio)
+    height, width = transforms.get_size(image)
+    sides = covering(height, width, p.height_width, p.crop_ratio)
     covers = transforms.resize(image, sides, interpolation=_METHODS[p.interpolation], antialias=True)
     return transforms.center_crop(covers, list(p.height_width))
 

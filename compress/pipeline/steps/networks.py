@@ -261,7 +261,7 @@ def _measured_file(variant: Variant, target: Target | None) -> str:
 
 
 def _measured_rules(run: Run, variant: Variant, target: Target | None) -> list[Rule]:
-    found = read_kept(run.path(_measured_file(variant, target)), dict[str, str], {}, _ANEW)
+    found = read_kept(run.path(_measured_file(variant, target)), dict[str, str], dict[str, str](), _ANEW)
     return [measured_rule(match, reason) for match, reason in found.items()]
 
 
