@@ -1,3 +1,4 @@
+import copy
 import csv
 import json
 import shutil
@@ -84,8 +85,8 @@ def test_tied_views_and_channels_last(tmp_path):
     assert model["conv"].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def trained(seed=0, optimizer=torch.optim.AdamW, steps=2):
-    model = convnet(seed)
+def trained(seed=0, optimizer=torch.optim.AdamW, steps=2, model=None):
+    model = convnet(seed) if model is None else model
     optimizer = optimizer(model.parameters(), lr=0.1)
     for _ in range(steps):
         model(torch.randn(4, 3, 6, 6)).square().mean().backward()
@@ -187,16 +188,9 @@ def test_unwritable(tmp_path):
 
 
 def test_states_of_the_optimizer_come_back_in_the_memory_format_of_their_parameters(tmp_path):
-    def fresh(steps):
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            model(torch.randn(2, 3, 6, 6)).square().mean().backward()
-            optimizer.step()
-        return {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
-
-    path = save_checkpoint(tmp_path / "c.safetensors", **fresh(1), identity={}, position={})
-    loaded = fresh(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
+    saved, loaded = (trained(model=copy.deepcopy(layers), steps=steps) for steps in (1, 0))
+    path = save_checkpoint(tmp_path / "c.safetensors", **saved, identity={}, position={})
     load_checkpoint(path, **loaded, identity={})
     state = loaded["optimizer"].state[loaded["model"][0].weight]
     assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last) and state["step"].shape == ()

@@ -126,6 +126,19 @@ def assert_codes(codes, y):
     assert expected.std() > 10
 
 
+def clipped_sum(columns, device):
+    # What follows products, a residual and ReLU: as kernels have it, and of sums and a residual in float64.
+    factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
+    finish = finish_of(
+        factor,
+        bias,
+        residual=Residual(0.05, 3, True),
+        second=Function("clip", 0.0),
+        grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
+    ).to(device)
+    return finish, lambda sums, other: (sums * factor + bias + 0.05 * (other.double() - 3)).clamp(min=0) / 0.3
+
+
 def check_pointwise(device):
     for rows, channels, columns, zero, tile in (
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
@@ -141,14 +154,7 @@ def check_pointwise(device):
         x = torch.randint(-128, 128, (rows, channels + -channels % 16), dtype=torch.int8)
         w = torch.randint(-127, 128, (columns, channels), dtype=torch.int8)
         residual = torch.randint(-128, 128, (rows, pitch), dtype=torch.int8)
-        factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
-        finish = finish_of(
-            factor,
-            bias,
-            residual=Residual(0.05, 3, True),
-            second=Function("clip", 0.0),
-            grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
-        ).to(device)
+        finish, plain = clipped_sum(columns, device)
         codes = torch.zeros(rows, pitch, dtype=torch.int8, device=device)
         outputs = Outputs(residual.to(device), codes, None, pitch, pitch)
         weight = pack_weight(w, zero, device=device)
@@ -158,8 +164,7 @@ def check_pointwise(device):
             compute = wide if isinstance(tile, WideTile) else pointwise
             compute(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
-        y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
-        assert_codes(codes, y)
+        assert_codes(codes, plain(sums, residual[:, :columns]))
 
 
 def check_dots(device):
@@ -192,8 +197,7 @@ def check_dots(device):
             tile,
             zero=zero,
         )
-        y = (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1
-        assert_codes(codes, y)
+        assert_codes(codes, (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1)
 
 
 def check_windows(device):
@@ -211,14 +215,7 @@ def check_windows(device):
         size, pitch = (sums.shape[1], sums.shape[2]), columns + 16  # what lies between rows is another tensor's
         sums = sums.reshape(-1, columns)
         residual = torch.randint(-128, 128, (len(sums), pitch), dtype=torch.int8)
-        factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
-        finish = finish_of(
-            factor,
-            bias,
-            residual=Residual(0.05, 3, True),
-            second=Function("clip", 0.0),
-            grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
-        ).to(device)
+        finish, plain = clipped_sum(columns, device)
         codes = torch.zeros(len(sums), pitch, dtype=torch.int8, device=device)
         window(
             x.to(device).permute(0, 3, 1, 2)[:, :channels],
@@ -230,8 +227,7 @@ def check_windows(device):
             size,
             tile,
         )
-        y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
-        assert_codes(codes, y)
+        assert_codes(codes, plain(sums, residual[:, :columns]))
 
 
 # Torch's own, by the names that epilogues know them by.

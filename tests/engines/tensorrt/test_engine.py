@@ -155,18 +155,14 @@ def test_a_version_compatible_engine_of_tensorrt_is_taken(tmp_path):
         ({"engine": "tensorrt-lean"}, "engine is 'tensorrt-lean'; one of: tensorrt, tensorrt-rtx"),
         ({"engine_bytes": 2000}, "truncated: 1,004 bytes of 2,000"),
         ({"engine_sha256": "0"}, "its bytes are not those that were built"),
+        (None, r"engine\.json is missing"),
     ],
 )
 def test_foreign_truncated_and_tampered_engines_are_refused_before_the_library_sees_them(changes, message, tmp_path):
-    path = engine_file(tmp_path / "m.tensorrt.sm89.engine", **changes)
+    path = engine_file(tmp_path / "m.tensorrt.sm89.engine", **(changes or {}))
+    if changes is None:
+        metadata_path(path).unlink()
     with pytest.raises(EngineError, match=message):
-        build_engine(path, "tensorrt-lean")
-
-
-def test_an_engine_without_its_json_is_refused(tmp_path):
-    path = engine_file(tmp_path / "m.tensorrt.sm89.engine")
-    metadata_path(path).unlink()
-    with pytest.raises(EngineError, match=r"engine\.json is missing"):
         build_engine(path, "tensorrt-lean")
 
 

@@ -64,15 +64,18 @@ def test_a_generator_is_refused_since_it_can_be_read_once():
         compress.quantize(gated(branched), X[:1], iter([X]), spec=compress.QuantSpec(target="openvino"))
 
 
+def louder(*layers):
+    for layer in layers:
+        layer.weight.detach().mul_(15)
+
+
 class Dense(nn.Module):
     # Each result is ten times the one before, and all are joined.
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
         self.d = nn.Conv2d(24, 4, 1)
-        with torch.no_grad():
-            for layer in (self.a, self.b, self.c):
-                layer.weight.mul_(15)
+        louder(self.a, self.b, self.c)
 
     def forward(self, x):
         a = self.a(x).relu()
@@ -86,9 +89,7 @@ class Grown(Dense):
         super().__init__()
         self.b, self.c = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
         self.n, self.m = nn.BatchNorm2d(8), nn.BatchNorm2d(16)
-        with torch.no_grad():
-            for layer in (self.b, self.c):
-                layer.weight.mul_(15)
+        louder(self.b, self.c)
 
     def forward(self, x):
         a = self.a(x)
