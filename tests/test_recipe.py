@@ -123,6 +123,12 @@ def test_broken_and_doubled(text, message, tmp_path):
         load_recipe(tmp_path / "r.yaml")
 
 
+def test_a_file_that_is_no_text_is_told_where_it_belongs(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x09\xfc\x01")
+    with pytest.raises(RecipeError, match=r"net\.onnx is no recipe, which is YAML.*model: \{name: net\.onnx\}"):
+        load_recipe(tmp_path / "net.onnx")
+
+
 def test_two_of_four_needs_no_quotes(tmp_path):
     # YAML 1.1 reads 2:4 as 124, to the base of 60.
     (tmp_path / "r.yaml").write_text("sparsity: {pattern: 2:4}\n")

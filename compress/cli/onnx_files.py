@@ -52,7 +52,7 @@ def quantize_file(
 ) -> None:
     if tuning is not None and ops:
         raise RecipeError("--tune measures files of standard operators: leave --ops or --tune out")
-    if out is not None and out.suffix in {".onnx", ".tflite", ".engine"} and not out.is_dir():
+    if out is not None and out.suffix.lower() in {".onnx", ".tflite", ".engine"} and not out.is_dir():
         raise RecipeError(
             f"--out is {out}, a file's name; --out names a folder, in which {onnx.stem}.int8.onnx is written"
         )

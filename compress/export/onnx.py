@@ -604,7 +604,11 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
                 verbose=False,
             )
     except Exception as error:  # torch.onnx runs the user's code, and raises whatever its passes do
-        raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}{_suspects(model)}") from error
+        cause, fixed = _cause(error), ""
+        if spec.dynamic_batch and _SYMBOLS.search(cause):
+            fixed = "; if it computes with the batch size, such as groups=x.shape[0], fix that size to the one of "
+            fixed += "example_inputs (dynamic_batch=False; export.dynamic_batch: false in a recipe)"
+        raise ExportError(f"torch.onnx cannot export the model: {cause}{fixed}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
     if spec.dynamic_batch:
@@ -644,6 +648,8 @@ class _ExactNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# What errors of torch.export and torch.onnx say where a size is a symbol.
+_SYMBOLS = re.compile(r"Symbolic|SymInt|symbol|GuardOn|data-dependent|[Dd]ynamic|[Ss]pecializ")
 _SUMS = frozenset({"add", "radd", "iadd", "sub", "isub"})
 _DROPPED = 1e-8
 _CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_"})

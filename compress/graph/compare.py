@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
+from types import MemberDescriptorType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -228,6 +229,14 @@ _UNCOPIED = (TypeError, RuntimeError, ValueError, AttributeError, PicklingError)
 
 def own_copy(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
     """A deep copy in evaluation mode, with `shared` tensors; what cannot be copied, such as a lock, is shared too."""
+    for part in model.modules():
+        own = [item for cls in type(part).__mro__ for item in vars(cls).items()]
+        slots = [name for name, kind in own if isinstance(kind, MemberDescriptorType) and hasattr(part, name)]
+        if slots:
+            raise ModelError(
+                f"{type(part).__name__} keeps {slots[0]} in __slots__, which copies of a torch module lose: remove "
+                "__slots__ from the class"
+            )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     try:
         return copy.deepcopy(model, dict(memo)).eval()

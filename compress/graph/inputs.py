@@ -63,9 +63,10 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
         given = tuple(example_inputs) if isinstance(example_inputs, Sequence) else (example_inputs,)
     if not given or not all(isinstance(x, Tensor) for x in given):
         got = ", ".join(type(x).__name__ for x in given) or "nothing"
+        without = "; leave None out, by giving a mapping of names" if any(x is None for x in given) else ""
         raise ModelError(
             f"example_inputs must be a tensor, or a sequence or mapping of tensors, got {got}; wrap a model that takes "
-            "anything else (a list of images) in a module whose forward takes tensors"
+            f"anything else (a list of images) in a module whose forward takes tensors{without}"
         )
     return given
 

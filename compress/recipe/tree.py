@@ -72,7 +72,10 @@ def _read(path: Path) -> object:
         with path.open("rb") as file:
             return load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
+        raise RecipeError(
+            f"{path} is no recipe, which is YAML in UTF-8: {error}; a file with a network stands in one as its model, "
+            "such as model: {name: net.onnx}"
+        ) from None
     except ValueError as error:
         raise RecipeError(f"{path} is refused: {error}") from None
 

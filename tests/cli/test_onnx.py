@@ -395,7 +395,7 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
         ((*NET, "--tune", "5min", "--max-drop", "-1"), "--tune needs one floor of accuracy"),
         ((*NET, "--tune", "5min", "--max-drop", "1"), "needs two batches of images or more"),
         ((*NET, "--max-drop", "1"), "add --tune 5min"),
-        (("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "new.onnx"), "--out names a folder"),
+        (("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "new.ONNX"), "--out names a folder"),
     ],
 )
 def test_refusals_of_ptq(compress, floats, words, text):

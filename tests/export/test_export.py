@@ -117,6 +117,18 @@ def test_a_batch_that_the_network_fixes_is_not_silently_two(tmp_path):
     assert [d.dim_value for d in onnx.load(path).graph.input[0].type.tensor_type.shape.dim] == [1, 3, 4, 4]
 
 
+def test_a_convolution_with_as_many_groups_as_images_is_told_to_fix_them(tmp_path):
+    def forward(net, x):
+        kernels = net.fc(x.mean((2, 3))).view(-1, 1, 3, 3)
+        return F.conv2d(x.reshape(1, -1, *x.shape[2:]), kernels, groups=x.shape[0] * 3)
+
+    model, x = Net(forward, fc=nn.Linear(3, 27)).eval(), torch.randn(4, 3, 8, 8)
+    with pytest.raises(ExportError, match=r"groups=x\.shape\[0\].*dynamic_batch=False"):
+        compress.export_onnx(model, x, tmp_path / "m.onnx")
+    path = compress.export_onnx(model, x, tmp_path / "m.onnx", dynamic_batch=False)
+    assert np.allclose(run(path, x), model(x).detach().numpy(), atol=1e-5)
+
+
 def test_half_precision_remainder(tmp_path):
     qmodel = quantized()
     path = compress.export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision="fp16")

@@ -107,6 +107,8 @@ def test_wrong_inputs_are_named():
     for wrong in ([], None, {"x": 1}, {}):
         with pytest.raises(ModelError, match="example_inputs"):
             compress.trace(TinyResNet(), wrong)
+    with pytest.raises(ModelError, match=r"got Tensor, NoneType.* leave None out"):
+        compress.trace(TinyResNet(), (torch.randn(2, 3, 16, 16), None))
     with pytest.raises(ModelError, match="nowhere"):
         compress.trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
 
@@ -119,6 +121,15 @@ def test_what_is_no_module_and_names_that_graphs_keep_are_refused():
         model.add_module(name, nn.ReLU())
         with pytest.raises(ModelError, match=f"'{name}', a name that graph modules use"):
             compress.trace(model, torch.zeros(1))
+
+
+@pytest.mark.parametrize("slots", ["factor", ("factor",), ["other", "factor"]])
+def test_attributes_that_copies_lose_are_named(slots):
+    kind = type("Scaled", (Net,), {"__slots__": slots})
+    model = kind(lambda net, x: net.fc(x) * net.factor, fc=nn.Linear(3, 4))
+    model.factor = 2.0
+    with pytest.raises(ModelError, match="Scaled keeps factor in __slots__"):
+        compress.quantize(nn.Sequential(model), torch.ones(2, 3), [torch.ones(2, 3)])
 
 
 def test_the_model_is_left_as_it_was():

@@ -82,6 +82,16 @@ def test_opsets(tmp_path, opset):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+def test_a_graph_without_a_name_is_read_as_engines_do(tmp_path):
+    file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=17)
+    unnamed = onnx.load(file)
+    unnamed.graph.name = ""
+    onnx.save(unnamed, file)
+    result = quantize_onnx_file(file, batches())
+    assert "the file's graph gets a name" in result.notes
+    assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
+
+
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
     result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))
