@@ -164,8 +164,6 @@ def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[A
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """Options that say how images become the input of an ONNX file."""
-
     size: Annotated[
         str | None,
         typer.Option(

@@ -163,7 +163,6 @@ def _whole(image: Any, size: tuple[int, int], *, padded: bool, interpolation: st
 
 
 def resized(image: T, preprocessing: Preprocessing) -> T:
-    """An image of Pillow, or a tensor of pixels, in the network's size."""
     p, transforms = preprocessing, _transforms()
     if p.resize != "crop":
         return _whole(image, p.height_width, padded=p.resize == "pad", interpolation=p.interpolation)

@@ -340,7 +340,6 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
 
 
 def with_open_batch(tensors: Sequence[TensorInfo], batch_size: int | None) -> tuple[TensorInfo, ...]:
-    """The tensors, with a batch size in the place of an open one."""
     return tuple(t.with_batch(batch_size) if batch_size is not None and t.shape[:1] == (-1,) else t for t in tensors)
 
 

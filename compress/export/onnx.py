@@ -744,12 +744,10 @@ _REGISTERING = frozenset({"torchvision", "torch.ao.quantization.fx._decomposed"}
 
 @contextmanager
 def looked_up_once() -> Iterator[None]:
-    """Let exports of this thread take tables from here, and leave out a trace that changes nothing; inside of `alone`.
-
-    That is most of the time of a small network's export: torch.onnx reads the source of some 500 functions for its
-    table, torch.export asks for its composite operators 64 times, and the program is traced a second time (2.15) to
-    replace operators that ONNX lacks. A torch that keeps them elsewhere is left alone.
-    """
+    """Let exports of this thread take tables from here, and leave out a trace without effect; inside of `alone`."""
+    # That is most of the time of a small network's export: torch.onnx reads the source of some 500 functions for its
+    # table, torch.export asks for its composite operators 64 times, and the program is traced a second time (2.15) to
+    # replace operators that ONNX lacks. A torch that keeps them elsewhere is left alone.
     with (
         _replaced("torch._export.utils", "", "_materialize_cpp_cia_ops", functools.cache),
         _replaced("torch.onnx._internal.exporter._registration", "ONNXRegistry", "from_torchlib", _built_once),
@@ -776,8 +774,6 @@ def _replaced(module: str, owner: str, name: str, change: Callable[[Any], Any]) 
 
 
 def _built_once(build: Any) -> Any:
-    """Return `ONNXRegistry.from_torchlib`, whose table is built in its first call alone."""
-
     def copied(registry: Any, **options: int) -> object:
         key = options.get("opset_version"), _REGISTERING.intersection(sys.modules)
         if key not in _BUILT:
@@ -791,7 +787,6 @@ def _built_once(build: Any) -> Any:
 
 
 def _decomposed_if_needed(decompose: Any) -> Any:
-    """Return torch.onnx's decomposition, which leaves a program of this thread alone whose operators ONNX has all."""
     thread = threading.get_ident()
 
     def decomposed(program: Any, registry: Any) -> object:
@@ -804,10 +799,7 @@ def _decomposed_if_needed(decompose: Any) -> Any:
 
 
 def _made_functional(graph: fx.Graph, known: Collection[object]) -> bool:
-    """Write operators as the second trace would, in place; False, and nothing is changed, if it must do that itself.
-
-    An operator that writes into a result of one reader becomes the one that returns a new tensor.
-    """
+    """Write operators as the second trace would, in place; False, and nothing is changed, if it must do that itself."""
     aten, written, flattened = torch.ops.aten, dict[fx.Node, object](), set[object]()
     for node in (node for node in graph.nodes if node.op == "call_function"):
         target: Any = node.target

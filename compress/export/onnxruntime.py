@@ -359,11 +359,9 @@ def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePr
 
 @each_node
 def layouts_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Put a Reshape to its own shape before each node that fails in ONNX Runtime's order of INT8 images.
-
-    Between INT8 convolutions it moves a Resize or a Pad to the order with channels last. It shrinks no cubic one there,
-    and takes `axes` for all (CenterCropPad pads so too; 1.31). No Transpose passes a Reshape.
-    """
+    """Put a Reshape to its own shape before each node that fails in ONNX Runtime's order of INT8 images."""
+    # Between INT8 convolutions it moves a Resize or a Pad to the order with channels last. It shrinks no cubic one
+    # there, and takes `axes` for all (CenterCropPad pads so too; 1.31). No Transpose passes a Reshape.
     fails = {
         "Resize": attribute(node, "axes", None) is not None or attribute(node, "mode", b"nearest") == b"cubic",
         "Pad": any(node.input[3:]),

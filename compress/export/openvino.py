@@ -112,12 +112,10 @@ def _from_product(tensor: str, view: OnnxGraph, *, any_type: bool) -> bool:
 
 @each_node
 def strides_kept(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Give 1 x 1 convolutions with a stride a second row of zeros in their kernel where OpenVINO would be wrong.
-
-    With padding, in float too: a pass moves the stride to the operation before, and the padding is then counted at
-    the wrong resolution. INT8 with 8, 24, 40... input channels: without AVX-512, threads copy the positions that the
-    stride keeps 16 channels at a time, into each other's (RegNet's shortcuts: other values in every run).
-    """
+    """Give 1 x 1 convolutions with a stride a second row of zeros in their kernel where OpenVINO would be wrong."""
+    # With padding, in float too: a pass moves the stride to the operation before, and the padding is then counted at
+    # the wrong resolution. INT8 with 8, 24, 40... input channels: without AVX-512, threads copy the positions that the
+    # stride keeps 16 channels at a time, into each other's (RegNet's shortcuts: other values in every run).
     if node.op_type != "Conv" or not moves_its_stride(node, view):
         return None
     weight = view.dequantizer(node.input[1])

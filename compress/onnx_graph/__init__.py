@@ -343,7 +343,6 @@ def inferred_graph(
 
 
 def whole_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a graph's tensors that are known in all dimensions."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for value in (*graph.value_info, *graph.output, *graph.input):
         dims = value.type.tensor_type.shape.dim

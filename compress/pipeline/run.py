@@ -208,7 +208,6 @@ Data = Mapping[str, Fingerprint]  # fingerprint of each split of a run
 
 
 def read_kept(path: Path, kind: Any, default: _Kept, advice: str) -> _Kept:
-    """What was kept as JSON, of the type `kind`; `default` if nothing was."""
     try:
         kept: _Kept = TypeAdapter(kind).validate_python(read_json(path)) if path.is_file() else default
     except (OSError, ValueError) as error:

@@ -77,7 +77,6 @@ def _channels(field: Field, dim: int, groups: int, outputs: int, name: str) -> F
 
 
 def _by_group(bound: Tensor, dim: int, groups: int, times: int) -> Tensor:
-    """The least of each group along `dim`, `times` times."""
     small = compact(bound)
     shape = [groups * times if d == dim else s for d, s in enumerate(bound.shape)]
     if small.shape[dim] > 1:

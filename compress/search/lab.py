@@ -48,7 +48,6 @@ class Speed:
     unquiet: str = ""
 
     def ratio_text(self, digits: int = 3) -> str:
-        """Return the ratio in words, none of a busy machine."""
         return NOT_MEASURED if self.unquiet else f"{self.ratio:.{digits}f}"
 
 
