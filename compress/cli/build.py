@@ -65,6 +65,8 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
+    """Options of what is made."""
+
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")] = None
     commands: Annotated[
         bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")

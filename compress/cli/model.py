@@ -50,6 +50,8 @@ IMAGENET_CLASSES = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
+    """Options that name a network."""
+
     recipe: RecipeChoice = None
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")

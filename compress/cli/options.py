@@ -164,6 +164,8 @@ def batches_of(data: str | None, form: Preprocessing, images: int) -> Iterable[A
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
+    """Options of an ONNX file's images."""
+
     size: Annotated[
         str | None,
         typer.Option(
