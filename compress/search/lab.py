@@ -136,8 +136,8 @@ def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) 
         if name == FLOAT:
             rules.append(Rule(match=layer, enable=False))
         else:
-            bits = int(name.removeprefix("int"))
-            rules.append(Rule(match=layer, weights=replace(base.weights, num_bits=bits)))
+            own = base.weights if name == "int8" else replace(base.weights, num_bits=int(name.removeprefix("int")))
+            rules.append(Rule(match=layer, weights=own))
     if len(set(formats.values())) == 1 and "int8" in formats.values():
         rules = []  # what no rule names is INT8
     names = [name for name, _ in network.named_modules()]

@@ -138,6 +138,10 @@ def use_timing_cache(
     return None, (note,)
 
 
+def keep_timing_cache(path: Path, config: tensorrt.IBuilderConfig) -> None:
+    write_bytes(path, bytes(config.get_timing_cache().serialize()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Everything that a build depends on."""
@@ -171,7 +175,7 @@ def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[b
         if blob is None and not stop.is_set():
             raise EngineError(_failure(request, log))
         if blob is not None and cache is not None:
-            write_bytes(cache, bytes(config.get_timing_cache().serialize()))
+            keep_timing_cache(cache, config)
         return bytes(blob) if blob is not None else b"", notes
 
     try:
