@@ -65,7 +65,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Options of what is made."""
+    """Options that say where a build goes and how it is shown."""
 
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")] = None
     commands: Annotated[

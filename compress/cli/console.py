@@ -244,10 +244,7 @@ def print_table(
     otherwise its last columns of numbers are left out, which a line says.
     """
     right, cells = set(numbers), [[str(cell) for cell in row] for row in rows]
-    columns_of_lines = (
-        [line for cell in column for line in cell.splitlines()] for column in zip(columns, *cells, strict=True)
-    )
-    widths = [max(map(len, lines), default=0) for lines in columns_of_lines]
+    widths = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
     too_wide = OUT.is_terminal and _needs(widths) > OUT.width
     below = too_wide and len(widths) > 2 and widths[-1] > _SENTENCE
     shown = len(columns) - below
@@ -286,6 +283,10 @@ def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
 
 def _needs(widths: Sequence[int]) -> int:
     return sum(widths) + 3 * len(widths) + 1
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()), default=0)
 
 
 def print_next(*commands: str) -> None:

@@ -190,7 +190,8 @@ def _build_today(words: list[str]) -> list[str]:
     return [command, given.get("recipe", ["NAME"])[-1], *rest]
 
 
-# What a group says without arguments, and what makes today's arguments of those of its earlier form.
+# Of each group: what it says where no command is named, and the function that turns the arguments of its earlier form
+# into those of today.
 _GROUPS: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
     "inspect": (
         "inspect looks at one thing: a model, an onnx file, an engine or the parity of engines (inspect --help)",

@@ -53,9 +53,7 @@ class Network:
     """Options that name a network."""
 
     recipe: RecipeChoice = None
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
-    ] = None
+    model: ModelChoice = None
     weights: Annotated[
         str | None,
         typer.Option(
@@ -207,18 +205,7 @@ def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int,
         reasons = [asdict(check) for check in checks.values()]
         print_json({**bound.as_dict(), "speedup_of_large_layers": some, "reasons": reasons})
         return
-    rows = [
-        (
-            row.layer,
-            "x".join(map(str, check.shape)) if check is not None else row.kind,
-            row.bound,
-            f"{row.share:.1%}",
-            f"{row.dense_ms:.4f}",
-            f"{row.speedup:.2f}" if row.masked else "-",
-            _why(row, check),
-        )
-        for row, check in ((row, checks.get(row.layer)) for row in bound.rows)
-    ]
+    rows = [_sparse_row(row, checks.get(row.layer)) for row in bound.rows]
     title = f"{recipe.model.name}: largest gain of 2:4, {bound.precision} on {device}, batch {bound.batch_size}"
     numbers = ("share", "dense ms", "at most x")
     print_table(title, ("layer", "weight", "bound by", *numbers, "why"), rows, numbers=numbers)
@@ -229,6 +216,18 @@ def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int,
     )
     if bound.unknown:
         OUT.print(f"unknown, not in these figures: {', '.join(bound.unknown)}")
+
+
+def _sparse_row(row: SparseLayer, check: Eligibility | None) -> tuple[str, ...]:
+    return (
+        row.layer,
+        "x".join(map(str, check.shape)) if check is not None else row.kind,
+        row.bound,
+        f"{row.share:.1%}",
+        f"{row.dense_ms:.4f}",
+        f"{row.speedup:.2f}" if row.masked else "-",
+        _why(row, check),
+    )
 
 
 def _why(row: SparseLayer, check: Eligibility | None) -> str:

@@ -124,13 +124,7 @@ class OpenVINOEngine(Engine):
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
         operators = self.held(self._compiled).get_runtime_model().get_ops()
-        rows = [
-            (
-                op.get_friendly_name(),
-                {k: str(v.astype(str) if hasattr(v, "astype") else v) for k, v in op.get_rt_info().items()},
-            )
-            for op in operators
-        ]
+        rows = [(op.get_friendly_name(), _texts(op.get_rt_info())) for op in operators]
         rows = sorted(
             (row for row in rows if row[1].get("layerType") != "Const"), key=lambda row: int(row[1].get("execOrder", 0))
         )
@@ -211,6 +205,10 @@ def _tensor(port: Any, name: str) -> TensorInfo:
 def _float_precision(compiled: Any) -> str:
     name = str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
     return name if name in PRECISIONS else "unknown"
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value.astype(str)) if hasattr(value, "astype") else str(value) for key, value in facts.items()}
 
 
 def _split(text: str) -> tuple[str, ...]:

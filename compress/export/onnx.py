@@ -606,8 +606,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     except Exception as error:  # torch.onnx runs the user's code, and raises whatever its passes do
         cause, fixed = _cause(error), ""
         if spec.dynamic_batch and _SYMBOLS.search(cause):
-            fixed = "; if it computes with the batch size, such as groups=x.shape[0], fix that size to the one of "
-            fixed += "example_inputs (dynamic_batch=False; export.dynamic_batch: false in a recipe)"
+            fixed = f"; if it computes with the batch size, such as groups=x.shape[0], {_FIX_BATCH}"
         raise ExportError(f"torch.onnx cannot export the model: {cause}{fixed}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
@@ -624,9 +623,12 @@ def _check_batch(proto: onnx.ModelProto) -> None:
             raise ExportError(
                 f"the batch size of {value.name} cannot be left open: the model's Python uses it as a number, such as "
                 "int(x.shape[0]), range(len(x)) or a size that is written out, such as x.reshape(8, -1). Write "
-                "x.shape[0] in its place, or fix the size to that of example_inputs (dynamic_batch=False; "
-                "export.dynamic_batch: false in a recipe)"
+                f"x.shape[0] in its place, or {_FIX_BATCH}"
             )
+
+
+# The way out where a file cannot have an open batch.
+_FIX_BATCH = "fix the size to that of example_inputs (dynamic_batch=False; export.dynamic_batch: false in a recipe)"
 
 
 class _ExactNumbers(TorchFunctionMode):

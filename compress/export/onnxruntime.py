@@ -349,12 +349,19 @@ def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePr
     scale, zero = view.array(node.input[1]), view.array(node.input[2]) if len(node.input) > 2 else None
     if scale is None or scale.size != 1 or zero is None or zero.dtype != np.uint8 or 255 * float(scale.item()) >= 1:
         return None
-    name = view.free(added_tensor(node.output[0], "bounded"))
     top = np.asarray(254.75 * scale.reshape(()), scale.dtype)  # which rounds to 255
-    most = view.add_constant(added_tensor(node.output[0], "most"), top)
-    minimum = made_after(node, "Min", [node.input[0], most], name)  # ONNX Runtime removes a Clip
+    return _limited(node, "Min", top, ("bounded", "most"), view)  # ONNX Runtime removes a Clip
+
+
+def _limited(
+    node: onnx.NodeProto, kind: str, limit: NDArray[Any], parts: tuple[str, str], view: OnnxGraph
+) -> list[onnx.NodeProto]:
+    """Return a node and, before it, the Min or Max of its first input with a constant; `parts` name the two tensors."""
+    name = view.free(added_tensor(node.output[0], parts[0]))
+    constant = view.add_constant(added_tensor(node.output[0], parts[1]), limit)
+    made = made_after(node, kind, [node.input[0], constant], name)
     node.input[0] = name
-    return [minimum, node]
+    return [made, node]
 
 
 @each_node
@@ -384,11 +391,7 @@ def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProt
         return None
     if all(step == 1 for step in attribute(source, "dilations", [])):
         return None
-    name = view.free(added_tensor(node.output[0], "apart"))
-    least = view.add_constant(added_tensor(node.output[0], "least"), np.array(np.finfo(scale.dtype).min))
-    maximum = made_after(node, "Max", [node.input[0], least], name)
-    node.input[0] = name
-    return [maximum, node]
+    return _limited(node, "Max", np.array(np.finfo(scale.dtype).min), ("apart", "least"), view)
 
 
 def weights_to_unsigned(model: onnx.ModelProto) -> None:

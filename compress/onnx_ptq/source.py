@@ -176,9 +176,11 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
     outputs, and scripts append nodes in any order.
     """
     notes = []
-    for unnamed in [graph for graph in graphs_of(proto.graph) if not graph.name]:
-        unnamed.name = "graph"
-        notes = ["the file's graph gets a name"]
+    unnamed = [graph for graph in graphs_of(proto.graph) if not graph.name]
+    for graph in unnamed:
+        graph.name = "graph"
+    if unnamed:
+        notes.append("the file's graph gets a name")
     if sort_nodes(proto.graph):
         notes.append("the nodes of the file are put in order")
     newer = _newer_operators(proto)

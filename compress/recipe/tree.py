@@ -21,7 +21,7 @@ from compress.export import ExportSpec
 from compress.files import expand_user
 from compress.measure import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
-from compress.quantization import QuantSpec, quant_contradictions
+from compress.quantization import QuantSpec, WeightSpec, quant_contradictions
 from compress.search import SearchSpec, search_contradictions
 from compress.sparsity import SparsitySpec, sparsity_contradictions
 from compress.support.imports import is_import_path
@@ -172,16 +172,15 @@ class Recipe:
         for section, key in _ADDED:
             if tree[section][key] == default[section][key]:
                 del tree[section][key]
-        if (quantization := tree["quantization"]) is not None:
+        if self.quantization is not None:
+            quantization = tree["quantization"]
             for key in ("smooth", "bias_correction"):
                 if quantization[key] == "auto":  # the default was null, which a torch model takes "auto" as
                     quantization[key] = None
-            seven = (
-                7 in map(self.quantization.weights.bits_for, self.quantization.targets) if self.quantization else False
-            )
-            for weights in (quantization["weights"], *(rule["weights"] or {} for rule in quantization["rules"])):
-                if weights.get("num_bits") == "auto" and not seven:  # the default was 8
-                    weights["num_bits"] = 8
+            bits = "auto" if 7 in map(WeightSpec().bits_for, self.quantization.targets) else 8  # the default was 8
+            for weights in (owner["weights"] for owner in (quantization, *quantization["rules"]) if owner["weights"]):
+                if weights["num_bits"] == "auto":
+                    weights["num_bits"] = bits
             for rule in quantization["rules"]:
                 for key in ("reason", "channel_scales"):
                     if not rule[key]:

@@ -44,11 +44,11 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
     """The callable that a path names; `key` and `what` are for messages."""
     module_name, _, name = path.partition(":")
     with any_failure(lambda cause: error(f"{key} {path}: cannot import {module_name} ({described(cause)})")):
-        found = importlib.import_module(module_name)
+        found, where = importlib.import_module(module_name), module_name
     for part in name.split("."):
         if not hasattr(found, part):
-            raise error(f"{key} {path}: {found!r} has no {part!r}{near_misses(part, dir(found))}")
-        found = getattr(found, part)
+            raise error(f"{key} {path}: {where} has no {part!r}{near_misses(part, dir(found))}")
+        found, where = getattr(found, part), f"{where}.{part}"
     if not callable(found):
         raise error(f"{key} {path} is a {type(found).__name__}, not {what}")
     return found

@@ -387,7 +387,7 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "8", "--std", "0"), "--std is '0'"),
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "0"), "--size is '0'"),
         (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "9"), "takes (any, 3, 8, 8)"),
-        (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "has no 'nothing'"),
+        (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "--data os:nothing: os has no 'nothing'"),
         (("ptq", "--onnx", "net.onnx", "--data", "net.npz"), "cannot be read as an .npz file"),
         (("ptq", "--recipe", "resnet50.yaml", "--data", "pictures"), "belong to --onnx"),
         ((*NET, "--tune", "5", "--max-drop", "1"), "a time with its unit, such as 5min"),

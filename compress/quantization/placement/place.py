@@ -165,7 +165,6 @@ class LayerSettings:
     enable: bool
     weights: WeightSpec
     activations: ActivationSpec
-    weight_bits: int
     rule: str = ""
     reason: str = ""
 
@@ -199,7 +198,6 @@ def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
         enable=last is None or last.enable,
         weights=weights,
         activations=activations,
-        weight_bits=weights.bits_for(spec.only_target),
         rule=last.match if last else "",
         reason=last.reason if last else "",
     )
@@ -310,7 +308,7 @@ def requests_of(
         found.refuse(node, f"{node.kind} stays float", _why_float(node, table.wide[node.kind]))
         return found
     if node.kind in WEIGHTED:
-        found.weight = _weight_site(node, own.weights, table, own.weight_bits)
+        found.weight = _weight_site(node, own.weights, table)
     if residual and "add" not in table.inputs:
         _request_residual(found, node, table, settings, depth)
     elif node.kind in table.inputs:
@@ -460,11 +458,13 @@ def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
     return True
 
 
-def _weight_site(node: Node, spec: WeightSpec, table: TargetTable, bits: int) -> WeightSite:
+def _weight_site(node: Node, spec: WeightSpec, table: TargetTable) -> WeightSite:
     parameters = node.parameters
     axis = parameters.axis if parameters is not None and spec.axis is not None else None
     if axis == 1 and parameters is not None and parameters.groups != 1:
         axis = None  # the axis holds the outputs of one group only; a scale for each does not exist in ONNX
+    automatic = table.auto_bits if spec.kind == "int" else 8
+    bits = automatic if spec.num_bits == "auto" else spec.num_bits
     narrow = not table.all_integers or bits == MOST_BITS
     quant_format = QuantFormat(num_bits=bits, axis=axis, narrow=narrow, kind=spec.kind)
     return WeightSite(path=node.path, format=quant_format, spec=spec)
@@ -535,7 +535,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
     if any(node.kind == "quantizer" for node in view.nodes):
         raise QuantizationError("the model is quantized already; quantize the float model, or train this one as it is")
     target = spec.only_target
-    table = TABLES[target]
+    table = replace(TABLES[target], auto_bits=WeightSpec().bits_for(target))
     if spec.residual is not None:
         table = replace(table, residual=spec.residual)
     settings, depth = resolve_rules(view, spec), depths(view.nodes)

@@ -56,6 +56,7 @@ class TargetTable:
         wide: kinds that are quantized with more than 8 bits alone, each with the reason that 8 bits leave it float.
         opened: activations that are placed as several operations: SiLU as x * sigmoid(x).
         windows: largest side of the kernel of some kinds, and what computes larger ones, in float.
+        auto_bits: bits of weights with `num_bits: auto`, on this machine.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers; engines want symmetric ones.
     """
 
@@ -83,6 +84,7 @@ class TargetTable:
     wide: dict[str, str] = field(default_factory=dict)
     opened: frozenset[str] = frozenset()
     windows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    auto_bits: int = 8
     all_integers: bool = False
 
 
