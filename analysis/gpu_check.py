@@ -2,10 +2,11 @@
 
     python -m analysis.gpu_check
 
-It times training steps of nine networks with random weights, float and quantized: eager, as CUDA graphs, compiled, and
-both. It prints milliseconds, and time and memory relative to float beside the goal. With several GPUs it also checks
-data-parallel steps, calibration and JPEG loading, one process a GPU. The engine is compared with exact integers on four
-networks, and tests that need a GPU are run. The exit status is 1 if a verdict is not OK.
+It times training steps of nine networks with random weights, float and quantized: eager, as CUDA graphs, compiled,
+and both. It prints milliseconds, and time and memory relative to float beside the goal. `--curves` trains networks
+plain and fused, in bf16, and compares their losses. With several GPUs it also checks data-parallel and sharded steps,
+calibration and JPEG loading, one process a GPU. The engine is compared with exact integers on four networks, and
+tests that need a GPU are run. The exit status is 1 if a verdict is not OK.
 """
 
 import argparse
@@ -32,12 +33,16 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import compress
 from analysis.common.qat_variants import NETWORKS
 from analysis.cuda_engine.networks import images, qdq_file
-from compress.data.base import DataSet
+from compress.data import DataSpec
+from compress.data.base import BatchPlan, DataSet
+from compress.data.load import load_data
 from compress.data.memory import MemorySplit
 from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.program import differences, repeated_ms
@@ -52,6 +57,11 @@ ENGINES = ("resnet50", "mobilenet_v2", "vit_b_16", "convnext_tiny")
 TESTS = ("tests/kernels", "tests/qat_fusion", "tests/training/test_cuda.py", "tests/engines/cuda", "tests/data")
 # Largest distance of a loss from that of the plain network, in bf16.
 _SAME = 0.02
+# Steps of float training and of each curve of quantized training, and those that a point of a curve is the mean of.
+_FLOAT_STEPS, _STEPS, _POINT = 160, 240, 20
+# Relative change of the weights, a rounding to bf16, that says how far runs of the same training end from one another,
+# and the largest distance of a fused one, over that.
+_NUDGE, _NOISE = 2.0**-9, 2.0
 # Least speed of several GPUs, over that many times one.
 _PARALLEL_GOALS = {"int8 recorded": 3.7 / 4, "entropy calibration": 3.5 / 4}
 _SYNCHRONIZED, _FROM_FILES = 0.8, 0.9
@@ -64,6 +74,7 @@ Row = tuple[str, str, bool]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(GOALS))
+    parser.add_argument("--curves", nargs="*", default=(), help="networks whose losses are compared, 240 steps each")
     parser.add_argument(
         "--parallel", nargs="*", default=[*PARALLEL, "files"], help="networks that a process on each GPU trains"
     )
@@ -75,7 +86,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.worker:
         kind, name = asked.worker
-        {"train": _train, "parallel": _parallel, "files": _files}[kind](name, asked)
+        {"train": _train, "curves": _curves, "parallel": _parallel, "files": _files}[kind](name, asked)
         return 0
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     bad = 0
@@ -120,15 +131,16 @@ def _trained(asked: argparse.Namespace) -> Iterator[Row]:
         free.put(gpu)
     options = ["--batch", str(asked.batch), *(["--no-compile"] if asked.no_compile else [])]
 
-    def row(name: str) -> Row:
+    def row(kind: str, name: str) -> Row:
         gpu = free.get()
         try:
-            return _tried(f"train {name}", lambda: _called("train", name, *options, CUDA_VISIBLE_DEVICES=str(gpu)))
+            return _tried(f"{kind} {name}", lambda: _called(kind, name, *options, CUDA_VISIBLE_DEVICES=str(gpu)))
         finally:
             free.put(gpu)
 
     with ThreadPoolExecutor(torch.cuda.device_count()) as pool:
-        for done in as_completed([pool.submit(row, name) for name in asked.families]):
+        asked_rows = [pool.submit(row, "train", name) for name in asked.families]
+        for done in as_completed([*asked_rows, *(pool.submit(row, "curves", name) for name in asked.curves)]):
             yield done.result()
 
 
@@ -167,6 +179,51 @@ def _train(name: str, asked: argparse.Namespace) -> None:
     text += f" ms; fastest {time_ratio:.2f} of float (goal {most_time}), memory {memory:.2f} ({most_memory})"
     good = time_ratio <= most_time and memory <= most_memory and far <= _SAME and not failed
     print(json.dumps([f"{text}; losses within {far:.4f}{failed}", good]))
+
+
+def _curves(name: str, asked: argparse.Namespace) -> None:
+    spec = DataSpec(name="shapes", image_size=64, num_classes=20, train_images=asked.batch * 40)
+    split, model = load_data(spec).train, _network(name)
+    batches = [
+        (F.interpolate(x, size=224).contiguous(memory_format=torch.channels_last), y)
+        for epoch in range(-(-(_FLOAT_STEPS + _STEPS) // 40))
+        for x, y in split.batches(BatchPlan(batch_size=asked.batch, epoch=epoch), device=torch.device("cuda"))
+    ]
+    first, losses = [x for x, _ in batches[:4]], {}
+    _trained_on(batches[:_FLOAT_STEPS], model.train(), model, 5e-4, recorded=False)
+    qmodel = compress.quantize(model.eval(), first[0][:2], first)
+    for way in ("plain", "nudged", "nudged again", "eager", "recorded"):
+        net = copy.deepcopy(qmodel).train()
+        for parameter in net.parameters() if "nudged" in way else ():
+            parameter.data *= 1 + _NUDGE * torch.randn_like(parameter)
+        run = net if way in {"plain", "nudged", "nudged again"} else compress.fuse_for_training(net)
+        values = _trained_on(batches[-_STEPS:], net, run, 1e-4, recorded=way == "recorded")
+        losses[way] = torch.stack(values).view(-1, _POINT).mean(1)
+    far = {way: float((curve - losses["plain"]).abs().mean()) for way, curve in losses.items() if way != "plain"}
+    noise = max(far["nudged"], far["nudged again"])
+    text = f"losses from {float(losses['plain'][0]):.3f} to " + ", ".join(
+        f"{w} {float(c[-1]):.3f}" for w, c in losses.items()
+    )
+    text += "; distance from plain " + ", ".join(f"{way} {value:.4f}" for way, value in far.items())
+    print(json.dumps([text, max(far["eager"], far["recorded"]) <= _NOISE * noise]))
+
+
+def _trained_on(
+    batches: list[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    rate: float,
+    *,
+    recorded: bool,
+) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    step, losses = _stepper(model, call, recorded=recorded), []
+    for x, y in batches:
+        losses.append(step(x, y).clone())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def _network(name: str) -> nn.Module:
@@ -217,7 +274,7 @@ def _parallel(name: str, asked: argparse.Namespace) -> None:
         tried = {
             (kind, mode): copy.deepcopy(source).train()
             for kind, source in (("float", model), ("int8", qmodel))
-            for mode in ("recorded", "parallel")
+            for mode in ("recorded", "parallel", "sharded")
         }
         if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
             tried["synchronized", "recorded"] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)).train()
@@ -226,17 +283,23 @@ def _parallel(name: str, asked: argparse.Namespace) -> None:
             run = compress.fuse_for_training(net) if kind == "int8" else net
             if mode == "parallel":
                 run = DistributedDataParallel(run, device_ids=[rank], gradient_as_bucket_view=True)
+            elif mode == "sharded":
+                fully_shard(run)
             times[f"{kind} {mode}"] = _step(net, run, x, y, recorded=mode == "recorded")[1]
-        weights = torch.cat([p.detach().flatten() for p in tried["int8", "recorded"].parameters()])
+        weights, other, sharded = (_weights(tried["int8", mode]) for mode in ("recorded", "parallel", "sharded"))
         first = weights.clone()
         dist.broadcast(first, 0)
-        other = torch.cat([p.detach().flatten() for p in tried["int8", "parallel"].parameters()])
-        far = torch.stack([(weights - first).norm(), (weights - other).norm()]).max() / other.norm()
+        far = torch.stack([(weights - w).norm() for w in (first, other, sharded)]).max() / other.norm()
         dist.all_reduce(far, dist.ReduceOp.MAX)
         if rank == 0:
             print(json.dumps({"ms": times, "far": float(far)}))
     finally:
         dist.destroy_process_group()
+
+
+def _weights(model: nn.Module) -> Tensor:
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
 
 
 def _calibration(model: nn.Module, x: Tensor) -> float:
@@ -306,7 +369,9 @@ def _files(folder: str, asked: argparse.Namespace) -> None:
 Step = tuple[list[float], float, int]
 
 
-def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, recorded: bool) -> Step:
+def _stepper(
+    model: nn.Module, call: Callable[[Tensor], Tensor], *, recorded: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return F.cross_entropy(call(x), y)
@@ -316,8 +381,12 @@ def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, y: Tens
         value.backward()
         return value.detach()
 
+    return compress.record_step(model, loss) if recorded else plainly
+
+
+def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, recorded: bool) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
-    step = compress.record_step(model, loss) if recorded else plainly
+    step = _stepper(model, call, recorded=recorded)
     torch.cuda.reset_peak_memory_stats()
     losses, start = [], 0.0
     for index in range(16):

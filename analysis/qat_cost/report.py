@@ -87,7 +87,7 @@ def longest_kernels(runs: Sequence[Row]) -> list[str]:
                 lines += ["", f"{title}: all kernels of a step take {row['kernels_ms']:.1f} ms.", ""]
                 lines += ["| ms | count | kernel | shapes |", "|---|---|---|---|"]
                 lines += [
-                    f"| {k['ms']:.3f} | {k['count']:.0f} | `{k['kernel'][:90]}` | {k['shapes'][:90]} |"
+                    f"| {k['ms']:.3f} | {k['count']:.0f} | `{k['kernel'][:90]}` | {k.get('shapes', '')[:90]} |"
                     for k in row["kernels"]
                 ]
     return ["", "## The longest kernels", *lines] if lines else []

@@ -2,14 +2,11 @@
 
 import functools
 import gc
-import json
 import operator
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 import compress
 from analysis.common.qat_variants import DEVICE, Network, TrainingStep, allocated, finish, images, pretrained
 from analysis.common.study import Row
-from analysis.qat_cost.kernels import kernels_of
 from compress.graph.fold import fold_batchnorm
 
 
@@ -86,15 +82,15 @@ def peak_above(resident: int, step: Step) -> int | None:
 
 def profiled(step: Step, steps: int = 2) -> list[Row]:
     step.run()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):
             step.run()
         finish()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(file))
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return [{key: row[key] for key in ("kernel", "shapes", "ms", "count")} for row in kernels_of(events, set(), steps)]
+    events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [
+        {"kernel": event.key, "ms": event.self_device_time_total / 1e3 / steps, "count": event.count / steps}
+        for event in events
+    ]
 
 
 def row_of(variant: str, step: Step, steps: Mapping[str, Step]) -> Row:
