@@ -40,7 +40,7 @@ _QUANTIZED = "quantized"
 _TIE = 1e-9  # milliseconds by which a layer is rather quantized
 _HELD, _FEW = 5, 2  # one batch of so many is held back; trials are calibrated with so many
 _MOST_NOISE = 1e6
-_RUNS, _SECONDS, _TURNS = 150, 1.0, 6  # most runs and seconds of a quick file; least turns that say which is faster
+_RUNS, _SECONDS, _TURNS = 1000, 1.0, 6  # most runs and seconds of a quick file; least turns that say which is faster
 _BUILDS = {False: 1, True: 4}  # choices that are built at the end, if the rules' file keeps the floor or not
 
 
@@ -234,8 +234,9 @@ class _Work:
     def fastest(self, groups: list[Group], out: Path, *, noisy: bool) -> tuple[int, QuantizedFile, Form] | None:
         # That keeps the floor; without one, the last that was built.
         found, rest = list(filter(None, choices(groups))), [group for group in groups if group.gain_ms is None]
-        if noisy and rest:
-            found.append((*(found[-1] if found else ()), *rest))
+        if noisy and rest:  # their noise is not known: first those with least to compute
+            quiet = found[-1] if found else ()
+            found += [(*quiet, *rest[len(rest) // 2 :]), (*quiet, *rest)]
         low, high = 0, len(found)
         best: tuple[int, QuantizedFile, Form] | None = None
         last = best
@@ -304,8 +305,9 @@ class _Work:
     def kinds(self, base: Path, groups: list[Group], few: Sequence[Any]) -> tuple[Path, list[Group]]:
         # A layer that is left float alone pays for casts at both ends, which its kind as a whole may not.
         chosen: dict[str, Group] = {}
-        for place, kind in enumerate(dict.fromkeys(group.kind for group in groups)):
-            own, spent = [group for group in groups if group.kind == kind], time.monotonic() - self.start
+        ways = [[group for group in groups if group.kind == kind] for kind in dict.fromkeys(x.kind for x in groups)]
+        for place, way in enumerate([*ways, groups[len(groups) // 2 :]]):  # at last those with least to compute
+            own, spent = [group for group in way if group.pattern not in chosen], time.monotonic() - self.start
             if len(own) < 2 or spent > 60 * self.minutes / 3:
                 continue
             try:
