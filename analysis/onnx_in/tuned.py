@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 import compress
-from analysis.common.study import Row, append_row, listed, read_rows, software, study_parser, table
+from analysis.common.study import Row, append_row, command_line, listed, read_rows, software, study_parser, table
 from analysis.onnx_in.forms import with_statistics, write_dynamo, write_older
 from compress.engines.base import read_onnx
 from compress.files import write_text
@@ -213,12 +213,8 @@ HEAD = (
 
 def _page_of(rows: list[Row], engine: str) -> Iterator[str]:
     first, limit = rows[0], 1 - LEAST_GAIN
-    yield from (
-        f"## {engine}",
-        "",
-        f"{first['machine']}; {listed(first['software'])}; {first['cores']} cores a file.",
-        "",
-    )
+    yield from (f"## {engine}", "", f"`{first['command']}` on {first['machine']}, {first['cores']} cores a file;")
+    yield from (f"{listed(first['software'])}.", "")
     yield from table(HEAD, map(_cells, sorted(rows, key=lambda row: (row["weights"], row["network"]))))
     against = f"{np.mean([_against(row) for row in rows]):.3f} in the mean of {len(rows)} files"
     yield from ("", f"- Recommended file over the rules' file: {against}.")
@@ -281,7 +277,8 @@ def main() -> None:
     elif arguments.one:
         row = study(arguments.one, arguments.engine, arguments.minutes, arguments.images, arguments.files)
         packages = software("torch", "onnxruntime", "openvino")
-        row |= {"machine": describe_machine().cpu, "cores": core_count(), "software": packages}
+        command = command_line(images="DIR", files="DIR", one="NETWORK")
+        row |= {"machine": describe_machine().cpu, "cores": core_count(), "software": packages, "command": command}
         append_row(arguments.out / "rows.jsonl", row)
     else:
         run_all(arguments)
