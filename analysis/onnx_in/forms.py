@@ -111,21 +111,28 @@ def _network(name: str) -> nn.Module:
         model: nn.Module = timm.create_model(name, **options)
     else:
         model = torchvision.models.get_model(name)
-    x = nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3
+    return with_statistics(model, nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3)
+
+
+def with_statistics(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Set the statistics of images, so that activations keep their size."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
     with torch.no_grad():
-        model.train()(x)  # statistics of images, so that activations keep their size
+        model.train()(x)
     return model.eval()
 
 
 def _dynamo(name: str, optimized: bool, folder: Path) -> Path:
-    x, path = torch.randn(2, 3, 64, 64), folder / "float.onnx"
+    return write_dynamo(_network(name), torch.randn(2, 3, 64, 64), folder / "float.onnx", optimized=optimized)
+
+
+def write_dynamo(network: nn.Module, x: torch.Tensor, path: Path, *, optimized: bool = True) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _network(name),
+            network,
             (x,),
             str(path),
             dynamo=True,
@@ -138,11 +145,14 @@ def _dynamo(name: str, optimized: bool, folder: Path) -> Path:
 
 
 def _older(name: str, folded: bool, folder: Path) -> Path:
-    x, path = torch.randn(2, 3, 64, 64), folder / "float.onnx"
+    return write_older(_network(name), torch.randn(2, 3, 64, 64), folder / "float.onnx", folded=folded)
+
+
+def write_older(network: nn.Module, x: torch.Tensor, path: Path, *, folded: bool = True) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _network(name),
+            network,
             (x,),
             str(path),
             dynamo=False,

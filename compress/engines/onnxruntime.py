@@ -32,7 +32,7 @@ from compress.engines.base import (
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.onnxruntime import weights_to_unsigned
 from compress.files import parse_json
-from compress.support.process import sums_bytes_in_16_bits
+from compress.support.process import sums_bytes_in_16_bits, thread_count
 
 _KERNEL, _END = "_kernel_time", "model_run"
 _TYPES = {"float": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8", "int8": "i8", "int32": "i32"}
@@ -257,9 +257,9 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
         with library_errors(EngineError, f"onnxruntime: {library} is no library of operators that it loads: "):
             options.register_custom_ops_library(library)
         texts["ops"] = build.options["ops"]
-    if build.threads is not None:
-        options.intra_op_num_threads = build.threads
-        texts["intra_op_num_threads"] = str(build.threads)
+    if threads := build.threads or thread_count():
+        options.intra_op_num_threads = threads
+        texts["intra_op_num_threads"] = str(threads)
     if build.batch_size is not None:
         for name in file.batch_names:
             options.add_free_dimension_override_by_name(name, build.batch_size)

@@ -56,6 +56,7 @@ from compress.onnx_graph import (
     whole_shapes,
     without_weights,
 )
+from compress.support.process import thread_count
 
 # Opsets that are read.
 OLDEST, NEWEST = 6, 25
@@ -349,7 +350,7 @@ def session_options(folder: Path, threads: int, ops: Iterable[Path] = ()) -> Any
     """Return the options of a session whose large weights are in files of a folder, or given by name."""
     options = import_library("onnxruntime", "pip install onnxruntime").SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.intra_op_num_threads, options.inter_op_num_threads = threads or thread_count(), 1
     options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))

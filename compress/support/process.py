@@ -24,6 +24,11 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def thread_count() -> int:
+    # For libraries that count the machine's cores, not those that this process may use; 0 = their own choice.
+    return core_count() if core_count() < (os.cpu_count() or 1) else 0
+
+
 def read_fact(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +225,18 @@ def test_other_outputs_have_names():
     assert [t.name for t in TorchEngine(Net(lambda net, x: (x, 2 * x)), (4,)).outputs] == ["output_0", "output_1"]
     with pytest.raises(EngineError, match="returned int"):
         TorchEngine(Net(lambda net, x: 3), (4,))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one core, or no Linux")
+def test_a_process_of_one_core_gets_no_threads_for_the_others(tmp_path):
+    allowed, tasks, path = os.sched_getaffinity(0), Path("/proc/self/task"), classifier(tmp_path / "m.onnx")
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        before = len(list(tasks.iterdir()))
+        with build_engine(path, "onnxruntime"):
+            assert len(list(tasks.iterdir())) == before
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_threads_are_given_back():

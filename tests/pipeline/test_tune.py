@@ -57,20 +57,36 @@ def _ms(path):
     return ms
 
 
+def _islands_ms(path):
+    """Times in which depthwise layers are faster float, but one of them alone pays for casts."""
+    graph = onnx.load(path).graph
+    pairs = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    convs = [node for node in graph.node if node.op_type == "Conv"]
+    left = [node.input[1] not in pairs for node in convs if any(a.name == "group" and a.i > 1 for a in node.attribute)]
+    plain = sum(node.input[1] not in pairs for node in convs) - sum(left)
+    return 40.0 + 10.0 * plain + (7.0 if not all(left) else 0.0) + 2.0 * (any(left) and not all(left))
+
+
+_TIMES = [_ms]
+
+
 @pytest.fixture
 def given_times(monkeypatch, tmp_path):
-    def timed(files, *_, **__):
+    def timed(files, *_, seconds, **__):
+        each = {name: _TIMES[-1](path) for name, path in files.items()}
+        turns = min(30, max(1, int(1000 * seconds * len(each) / (6 * sum(each.values())))))
         return {
             name: Latency(
                 label=name, batch_size=1, p50_ms=ms, p90_ms=ms, p99_ms=ms, mean_ms=ms, images_per_s=1.0, runs=30,
-                float_precision="f32", turns_ms=(ms,) * 8,
+                float_precision="f32", turns_ms=(ms,) * turns,
             )
-            for name, path in files.items() for ms in [_ms(path)]
+            for name, ms in each.items()
         }  # fmt: skip
 
     monkeypatch.setattr(tuning, "time_files", timed)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
+    yield tmp_path
+    del _TIMES[1:]
 
 
 BATCHES = list(torch.randn(40, 3, 10, 10, generator=torch.Generator().manual_seed(1)).split(8))
@@ -96,6 +112,43 @@ def test_float_is_recommended_where_the_floor_is_out_of_reach(given_times):
     assert found.choice == "float" and found.path == found.forms[0].path and "floor" in found.why
     noises = [group.noise for group in found.groups]
     assert np.isfinite(noises).all() and max(noises) > 0
+
+
+def _depthwise_network():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU()]
+    for kernel in (3, 1, 5):
+        layers += [nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+
+
+def test_layers_of_a_kind_stay_float_where_only_all_of_them_are_faster(given_times):
+    _TIMES.append(_islands_ms)
+    found = compress.tune(_depthwise_network(), BATCHES, out=given_times / "q.onnx", spec=SPEC, sqnr_db=0.5)
+    assert found.choice == "tuned" and [form.ms for form in found.forms] == [80.0, 47.0, 40.0], found.why
+
+
+def test_the_time_of_slow_files_is_measured_in_as_many_turns(given_times):
+    _TIMES.append(lambda path: 300 * _ms(path))
+    found = compress.tune(_network(), BATCHES, out=given_times / "q.onnx", spec=SPEC, sqnr_db=0.5)
+    assert found.choice == "tuned" and found.forms[2].ms == 300 * 3.5, found.why
+
+
+def _decibels(before, after):
+    outputs = []
+    for path in (before, after):
+        with compress.build_engine(path, "onnxruntime") as engine:
+            outputs.append(next(iter(engine.run({engine.inputs[0].name: BATCHES[4].numpy()}).values())))
+    return 10 * np.log10(np.square(outputs[0]).sum() / np.square(outputs[0] - outputs[1]).sum())
+
+
+def test_a_floor_that_rules_miss_is_kept_by_layers_that_stay_float(given_times):
+    path = compress.export_onnx(_network(), (BATCHES[0],), given_times / "float.onnx")
+    rules = compress.quantize_onnx(path, BATCHES[:4], spec=SPEC, out=given_times / "rules.onnx")
+    floor = _decibels(path, rules) + 2
+    found = compress.tune(path, BATCHES, out=given_times / "q.onnx", spec=SPEC, sqnr_db=floor)
+    assert found.choice == "tuned" and not found.forms[1].kept, found.why
+    assert _decibels(path, found.path) >= floor and _ms(found.path) < _ms(path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Which layers stay float so that a file is faster on an engine and keeps a floor of accuracy.
 
-Each group of layers that are alike is left float once, in turn with the file in which it is quantized. The fastest
-choice under a limit on the noise is built; the limit is lowered until the floor holds.
+Layers of a kind, then groups of layers that are alike, are left float in turn with the file in which they are not. The
+fastest choice under a limit on the noise is built; the limit is bisected.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.export.onnx import export_onnx
 from compress.files import cache_folder, write_json
 from compress.graph.inputs import model_inputs
-from compress.measure.latency import Latency, latency_ratio, paired_interval, time_files
+from compress.measure.latency import RUNS_PER_TURN, Latency, latency_ratio, paired_interval, time_files
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 from compress.onnx_ptq.source import feeds, inputs_of_file, load_source, one_image
 from compress.pipeline.run import read_kept
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.view import GraphView
-from compress.quantization.sensitivity import FLOAT, Effect, Goal, Judged, lowered, metric_for, targets_of
+from compress.quantization.sensitivity import FLOAT, Effect, Goal, Judged, lowered, metric_for, sqnr, targets_of
 from compress.support.process import core_count, processor_name
 from compress.support.progress import NoProgress, Progress
 
@@ -40,7 +40,8 @@ _QUANTIZED = "quantized"
 _TIE = 1e-9  # milliseconds by which a layer is rather quantized
 _HELD, _FEW = 5, 2  # one batch of so many is held back; trials are calibrated with so many
 _MOST_NOISE = 1e6
-_RUNS, _SECONDS, _TURNS = 150, 1.0, 6  # most runs and seconds of a file; least turns that say which is faster
+_RUNS, _SECONDS, _TURNS = 1000, 1.0, 6  # most runs and seconds of a quick file; least turns that say which is faster
+_BUILDS = {False: 1, True: 4}  # choices that are built at the end, if the rules' file keeps the floor or not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Group:
 
     pattern: str
     layers: tuple[str, ...]
+    kind: str = ""
     gain_ms: float | None = None
     noise: float = 0.0
 
@@ -153,7 +155,7 @@ def tune(
 
 def alike(view: GraphView, layers: Iterable[str]) -> list[Group]:
     """Groups of layers, those with most to compute first."""
-    wanted, found, work = set(layers), dict[str, list[str]](), dict[str, int]()
+    wanted, found, work, kinds = set(layers), dict[str, list[str]](), dict[str, int](), dict[str, str]()
     for node in view.nodes:
         if node.layer not in wanted:
             continue
@@ -164,7 +166,13 @@ def alike(view: GraphView, layers: Iterable[str]) -> list[Group]:
         pattern = f"{node.kind} {shapes} {form} > {' '.join(sorted({user.kind for user in node.consumers}))}"
         found.setdefault(pattern, []).append(node.layer)
         work[pattern] = work.get(pattern, 0) + math.prod(shapes[-1]) * math.prod(form[1:])
-    return [Group(pattern=name, layers=tuple(found[name])) for name in sorted(found, key=lambda name: -work[name])]
+        kinds[pattern] = (
+            node.kind + " depthwise" * (form[1:2] == [1]) + " of a pixel" * (math.prod(shapes[-1][1:]) == 1)
+        )
+    return [
+        Group(pattern=name, layers=tuple(found[name]), kind=kinds[name])
+        for name in sorted(found, key=lambda name: -work[name])
+    ]
 
 
 @dataclass
@@ -179,7 +187,7 @@ class _Work:
     precision: str
 
     def tuned(self, held: list[Any], metric: Any, out: Path, bars: Progress | None) -> Tuned:
-        self.start, self.bars = time.monotonic(), bars or NoProgress()
+        self.start, self.bars, self.slowest_ms = time.monotonic(), bars or NoProgress(), 0.0
         inputs = inputs_of_file(source := load_source(self.path))
         self.pieces = [list(feeds([batch], inputs)) for batch in held]
         first = self.pieces[0][0]
@@ -187,26 +195,22 @@ class _Work:
         outputs = list(self.outputs(self.path))
         targets = [target for batch in held for target in targets_of(batch, len(inputs))]
         self.judged = Judged(outputs, targets, metric_for(outputs[0], metric))
-        forms = [self.form(FLOAT, self.path)]
+        forms, begun = [self.form(FLOAT, self.path)], time.monotonic()
         files = {"rules": self.made((), self.data, out)}
         forms.append(self.form("rules", files["rules"].path))
-        groups: list[Group] = []
+        self.built, groups = time.monotonic() - begun, list[Group]()
         unquiet = self.timed({form.label: form.path for form in forms})["rules"].unquiet
         if not unquiet:
             groups = self.tried(files["rules"], noisy=not forms[1].kept)
-            for chosen in filter(None, choices(groups)):
-                try:
-                    files["tuned"] = self.made(chosen, self.data, out.with_name(f"{out.stem}.tuned.onnx"))
-                except QuantizationError:  # nothing is left to quantize
-                    break
-                forms[2:] = [self.form("tuned", files["tuned"].path)]
-                if forms[2].kept:
-                    break
-            rows = self.timed({form.label: form.path for form in forms})
-            unquiet = next((row.unquiet for row in rows.values() if row.unquiet), "")
+            if found := self.fastest(groups, out.with_name(f"{out.stem}.tuned.onnx"), noisy=not forms[1].kept):
+                files["tuned"] = found[1]
+                forms.append(found[2])
+            # Two builds of a file may differ by a tenth on OpenVINO: the slower one counts.
+            builds = [self.timed({form.label: form.path for form in forms}) for _ in range(2)]
+            unquiet = next((row.unquiet for rows in builds for row in rows.values() if row.unquiet), "")
             for place, form in enumerate(() if unquiet else forms):
-                ratio = latency_ratio(rows[form.label], rows[FLOAT])
-                forms[place] = replace(form, ms=rows[form.label].p50_ms, ratio=ratio)
+                ratio = max(latency_ratio(rows[form.label], rows[FLOAT]) for rows in builds)
+                forms[place] = replace(form, ms=builds[0][form.label].p50_ms, ratio=ratio)
         return self.result(forms, groups, files, unquiet)
 
     def outputs(self, path: Path) -> Iterator[Any]:
@@ -219,8 +223,38 @@ class _Work:
                 yield found[0] if len(found) == 1 else tuple(found)
 
     def form(self, label: str, path: Path) -> Form:
-        effect = self.judged.effect_of(self.outputs(path))
-        return Form(label=label, path=path, effect=effect, kept=self.goal.met(effect, self.judged))
+        results = list(self.outputs(path))
+        effect = self.judged.effect_of(results)
+        kept = self.goal.met(effect, self.judged)
+        if self.goal.sqnr_db is not None:  # in each batch: a choice that just keeps the mean misses it on other images
+            pairs = zip(self.judged.reference, map(self.judged.judge.select, results), strict=True)
+            kept = all(sqnr(reference, result) >= self.goal.sqnr_db for reference, result in pairs)
+        return Form(label=label, path=path, effect=effect, kept=kept)
+
+    def fastest(self, groups: list[Group], out: Path, *, noisy: bool) -> tuple[int, QuantizedFile, Form] | None:
+        # That keeps the floor; without one, the last that was built.
+        found, rest = list(filter(None, choices(groups))), [group for group in groups if group.gain_ms is None]
+        if noisy and rest:  # their noise is not known: first those with least to compute
+            quiet = found[-1] if found else ()
+            found += [(*quiet, *rest[len(rest) // 2 :]), (*quiet, *rest)]
+        low, high = 0, len(found)
+        best: tuple[int, QuantizedFile, Form] | None = None
+        last = best
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                made = self.made(found[middle], self.data, out)
+            except QuantizationError:  # nothing is left to quantize
+                high = middle
+                continue
+            last = middle, made, self.form("tuned", made.path)
+            if last[2].kept:
+                best, high = last, middle
+            else:
+                low = middle + 1
+        if best and best is not last:
+            return best[0], self.made(found[best[0]], self.data, out), best[2]
+        return best or last
 
     def made(self, chosen: Iterable[Group], data: Sequence[Any], out: Path) -> QuantizedFile:
         rules = [Rule(match=glob.escape(layer), enable=False) for group in chosen for layer in group.layers]
@@ -229,27 +263,34 @@ class _Work:
 
     def timed(self, files: dict[str, Path]) -> dict[str, Latency]:
         batch = len(next(iter(self.feed.values())))
-        return time_files(files, self.engine, batch_size=batch, inputs=self.feed, runs=_RUNS, seconds=_SECONDS)
+        seconds = max(_SECONDS, 1.2e-3 * self.slowest_ms * _TURNS * (RUNS_PER_TURN + 1))
+        rows = time_files(files, self.engine, batch_size=batch, inputs=self.feed, runs=_RUNS, seconds=seconds)
+        self.slowest_ms = max(self.slowest_ms, *(row.p50_ms for row in rows.values()))
+        return rows
 
     def tried(self, rules: QuantizedFile, *, noisy: bool) -> list[Group]:
         names = {x for row in rules.placement.decisions if row.decision == "quantize" for x in row.layer.split()}
-        groups, few, cache = alike(rules.view, names), self.data[:_FEW], cached()
+        groups, few, cache = alike(rules.view, names), self.data[: _FEW if noisy else 1], cached()
         key = f"{self.engine} {self.precision} {self.spec.only_target}, {processor_name()}, {core_count()} cores"
         times, noise = cache.setdefault(key, {}), 0.0
+        base, groups = self.kinds(rules.path, groups, few)
+        chosen = [group for group in groups if group.gain_ms is not None]
         if noisy:
-            noise = min(self.form("", self.made((), few, self.trial).path).effect.noise, _MOST_NOISE)
+            noise = min(self.form("", self.made(chosen, few, self.trial).path).effect.noise, _MOST_NOISE)
         self.bars.start(TASK, len(groups))
-        longest = (time.monotonic() - self.start) / 2
+        longest, until = self.built, self.start + 60 * self.minutes - _BUILDS[noisy] * self.built
         for place, group in enumerate(groups):
             begun, gain, left = time.monotonic(), times.get(group.pattern), 0.0
-            if begun - self.start + 2 * longest > 60 * self.minutes:
+            if begun + longest > until:
                 break
+            if group in chosen:
+                continue
             if gain is None or noisy:
                 try:
-                    path = self.made([group], few, self.trial).path
+                    path = self.made([*chosen, group], few, self.trial).path
                 except QuantizationError:  # nothing is left to quantize
                     continue
-                gain = self.gain(rules.path, path) / len(group.layers) if gain is None else gain
+                gain = self.gain(base, path) / len(group.layers) if gain is None else gain
                 left = self.form("", path).effect.noise if noisy else 0.0
             if math.isfinite(gain):
                 times[group.pattern] = gain
@@ -260,6 +301,23 @@ class _Work:
         self.bars.finish(TASK)
         write_json(_cache(), cache)
         return groups
+
+    def kinds(self, base: Path, groups: list[Group], few: Sequence[Any]) -> tuple[Path, list[Group]]:
+        # A layer that is left float alone pays for casts at both ends, which its kind as a whole may not.
+        chosen: dict[str, Group] = {}
+        ways = [[group for group in groups if group.kind == kind] for kind in dict.fromkeys(x.kind for x in groups)]
+        for place, way in enumerate([*ways, groups[len(groups) // 2 :]]):  # at last those with least to compute
+            own, spent = [group for group in way if group.pattern not in chosen], time.monotonic() - self.start
+            if len(own) < 2 or spent > 60 * self.minutes / 3:
+                continue
+            try:
+                made = self.made([*chosen.values(), *own], few, self.trial.with_name(f"kind{place}.onnx")).path
+            except QuantizationError:  # nothing is left to quantize
+                continue
+            if (gain := self.gain(base, made)) > 0:
+                base, layers = made, sum(len(group.layers) for group in own)
+                chosen |= {x.pattern: replace(x, gain_ms=gain * len(x.layers) / layers) for x in own}
+        return base, [chosen.get(group.pattern, group) for group in groups]
 
     def gain(self, rules: Path, left: Path) -> float:
         """Milliseconds saved; 0 if that is not sure, NaN on a busy machine."""
