@@ -139,13 +139,12 @@ def test_the_users_own_file_trains(monkeypatch):
 
 
 def test_a_pose_by_heatmaps_is_found_where_it_was_drawn():
-    arms = pose.Arms(16, first=0)
-    joints = torch.stack([arms[i][1] for i in range(len(arms))])
+    joints = pose.arms(16, 0)[1]
     assert (pose.located(pose.wanted(joints, 16, 16)) - joints).norm(dim=-1).max() < 1.5
     along = torch.linspace(0, 1, 500)[:, None] * (joints[0, 1] - joints[0, 0]) + joints[0, 0]
     y, x = 20, 31
     nearest = (along - torch.tensor([x, y])).norm(dim=1).min()
-    assert pose.distances(*joints[0, :2])[y, x] == pytest.approx(nearest.item(), abs=0.05)
+    assert pose.distances(joints[:, 0], joints[:, 1])[0, y, x] == pytest.approx(nearest.item(), abs=0.05)
     recipe = load_recipe("pose")
     meter = make_task(recipe.task, (), loss=recipe.loss, metric=recipe.metric).metric.make()
     meter.update(pose.wanted(joints, 16, 16), joints)
