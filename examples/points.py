@@ -50,7 +50,7 @@ def scans(count: int, seed: int, objects: int = 9, each: int = 72) -> tuple[Tens
     grid = torch.zeros(count, CELLS, CELLS, dtype=torch.int64)
     for i in range(objects):
         apart = (cells[..., 0, :] - centres[:, i, None, None]) @ turn[:, i, None]
-        inside = (apart.abs() <= sides[:, i, None, None, :2] / 2 + METRES / CELLS / 2).all(-1)
+        inside = (apart.abs() <= sides[:, i, None, None, :2] / 2 + METRES / CELLS).all(-1)  # half a cell more
         grid = torch.where(inside, kinds[:, i, None, None], grid)
     return (points * kept)[:, None], grid
 
