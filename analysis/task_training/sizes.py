@@ -49,9 +49,10 @@ def main() -> None:
     o = parser.parse_args()
     for size in o.sizes:
         folder = o.out / f"{Path(o.recipe).stem}-{size}"
-        if o.stage == "train":
+        begun = o.stage == "judge" and folder.is_dir()
+        if o.stage == "train" or (begun and not (folder / _BOXES).is_file()):  # stopped before its end
             train(o, size, folder)
-        elif o.stage == "judge" and folder.is_dir():
+        if begun:
             judge(o, size, folder)
     if o.stage == "table":
         print(write(o))
@@ -88,8 +89,7 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     plan = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True)
-    steps = min(_SKIPPED + _TIMED, data.train.steps(plan))
-    skipped = min(_SKIPPED, steps // 3)
+    skipped = min(_SKIPPED, (steps := min(_SKIPPED + _TIMED, data.train.steps(plan))) // 3)
     start = time.monotonic()
     for step, (images, targets) in enumerate(islice(data.train.batches(plan, device=device), steps)):
         with autocast(device, recipe.train.precision):

@@ -24,7 +24,7 @@ pack() { # sizes whose files for OpenVINO are sent back
 task() { # name, seconds of float training, keys: once more without what a GPU may refuse, if it ends in an error
     local name=$1 given=("${@:3}") code=0
     one() {
-        timeout -k 5 "$(left 20)" python3 -m analysis.task_training.run --networks "$name" --seconds "$1" --out "$work/tasks" \
+        timeout -k 5 "$(left 45)" python3 -m analysis.task_training.run --networks "$name" --seconds "$1" --out "$work/tasks" \
             --scenes "$work/scenes" --set train.precision=bf16 --set bench.engines="[${ENGINES:-openvino,onnxruntime}]" \
             --set quantization.target=[openvino,onnxruntime,tensorrt] --set bench.batch_sizes=[1] --set bench.seconds=0.2 \
             --set bench.runs=5 --set train.checkpoint_every=20 --set qat.checkpoint_every=5 "${given[@]}" "${@:2}" ${MORE:-}
@@ -65,7 +65,7 @@ if [ "$stage" = tasks ]; then
     done
     wait "${jobs[@]}"
     echo "trained after $SECONDS s"
-    timeout -k 5 40 python3 -m analysis.task_training.run --intervals --out "$work/tasks"
+    timeout -k 5 "$(left 5)" python3 -m analysis.task_training.run --intervals --out "$work/tasks"
     grep -h "once more\|^note\|Error" "$work"/*.log > "$out/notes.txt"
 elif [ "$stage" = train ]; then
     draw
