@@ -56,7 +56,7 @@ if [ "$stage" = tasks ]; then
     float=${FLOAT:-$(((seconds - 180) / 3))}
     for name in ${TASKS:-pose depth video points rtdetr}; do
         case $name in
-            rtdetr) keys=(--set data.workers="${WORKERS:-4}") each=$((2 * float)) ;;
+            rtdetr) keys=(--set data.workers="${WORKERS:-4}" --set bench.engines=[openvino,onnxruntime]) each=$((2 * float)) ;;
             points) keys=("${count[@]}" --set model.options.width="${WIDTH:-32}") each=$float ;;
             *) keys=("${count[@]}" "${graphs[@]}" --set model.options.width="${WIDTH:-32}") each=$float ;;
         esac
