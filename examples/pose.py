@@ -7,47 +7,43 @@ joint is the centre of mass around the highest value. Targets are the joints (N,
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.drawn import Pairs, Ratios, splits
+
 SIDE, STRIDE, JOINTS = 64, 4, ("shoulder", "elbow", "hand")
 
 
-class Arms(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Images (3, 64, 64), 0 to 1, of an arm in noise, with its joints (3, 2). An item follows from its number alone."""
-
-    def __init__(self, count: int, first: int) -> None:
-        self.count, self.first = count, first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self.first + index)
-        draws = torch.rand(12, generator=generator)
-        angles, lengths = draws[:2] * 2 * torch.pi, 10 + 8 * draws[2:4]
-        steps = lengths[:, None] * torch.stack([angles.cos(), angles.sin()], 1)
-        joints = torch.cat([16 + 32 * draws[None, 4:6], steps]).cumsum(0).clamp(2, SIDE - 3)
-        image = 0.4 + 0.25 * torch.rand(3, SIDE, SIDE, generator=generator)
-        for number, (start, end) in enumerate(pairwise(joints)):
-            cover = (4.0 - number - distances(start, end)).clamp(0, 1)
-            image = torch.lerp(image, draws[6 + 3 * number : 9 + 3 * number, None, None].expand_as(image), cover)
-        return image, joints
+def arms(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return images (count, 3, 64, 64), 0 to 1, of an arm in noise, and its joints (count, 3, 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(count, 12, generator=generator)
+    angles, lengths = draws[:, :2] * 2 * torch.pi, 10 + 8 * draws[:, 2:4]
+    steps = lengths[..., None] * torch.stack([angles.cos(), angles.sin()], -1)
+    joints = torch.cat([16 + 32 * draws[:, None, 4:6], steps], 1).cumsum(1).clamp(2, SIDE - 3)
+    images = 0.4 + 0.25 * torch.rand(count, 3, SIDE, SIDE, generator=generator)
+    for number, (start, end) in enumerate(pairwise(joints.unbind(1))):
+        cover = (4.0 - number - distances(start, end)).clamp(0, 1)[:, None]
+        colours = draws[:, 6 + 3 * number : 9 + 3 * number, None, None]
+        images = torch.lerp(images, colours.expand_as(images), cover)
+    return images, joints
 
 
 def distances(start: Tensor, end: Tensor) -> Tensor:
-    """Return the distance (SIDE, SIDE) of each pixel to the segment between two points."""
+    """Return the distance (N, SIDE, SIDE) of each pixel to the segments between points (N, 2)."""
     y, x = torch.meshgrid(torch.arange(float(SIDE)), torch.arange(float(SIDE)), indexing="ij")
-    points, along = torch.stack([x, y], -1), end - start
-    share = ((points - start) @ along / along.square().sum().clamp_min(1e-6)).clamp(0, 1)
-    return (points - start - share[..., None] * along).norm(dim=-1)
+    along, from_start = (end - start)[:, None, None], torch.stack([x, y], -1) - start[:, None, None]
+    share = (from_start * along).sum(-1, keepdim=True) / along.square().sum(-1, keepdim=True).clamp_min(1e-6)
+    return (from_start - share.clamp(0, 1) * along).norm(dim=-1)
 
 
-def data(spec: object) -> tuple[Arms, Arms]:
+def data(spec: Any) -> tuple[Pairs, Pairs]:
     """Return training and evaluation examples; `spec` is the recipe's section `data`."""
-    return Arms(1024, first=0), Arms(128, first=1_000_000)
+    return splits(arms, spec.train_images or 1024, spec.val_images or 256)
 
 
 class Pose(nn.Module):
@@ -100,20 +96,12 @@ def located(heatmaps: Tensor) -> Tensor:
     return (centre + 0.375) * STRIDE
 
 
-class Pck:
+class Pck(Ratios):
     """Share of the joints that are found within 3 pixels."""
 
     name, unit, direction = "pck", "%", "higher"
 
-    def __init__(self) -> None:
-        self.right = self.count = 0
-
-    def update(self, heatmaps: Tensor, joints: Tensor) -> None:
-        """Count a batch."""
-        apart = (located(heatmaps) - joints.to(heatmaps.device)).norm(dim=-1)
-        self.right += int((apart < 3).sum())
-        self.count += apart.numel()
-
-    def compute(self) -> float:
-        """Return the share, 0 to 1."""
-        return self.right / self.count
+    def parts(self, heatmaps: Tensor, joints: Tensor) -> Tensor:
+        """Return the joints that are found and all joints of each image."""
+        found = (located(heatmaps) - joints.to(heatmaps.device)).norm(dim=-1) < 3
+        return torch.stack([found.sum(1), torch.full_like(found.sum(1), len(JOINTS))], 1)[..., None]

@@ -29,7 +29,7 @@ ALONE = {
     "yolo": "tests/test_detectors.py",
     "scenes": "tests/test_detectors.py",
     "detr": "tests/test_detectors.py",
-    "pose": "tests/tasks/test_load.py",
+    **dict.fromkeys(("pose", "depth", "video", "points", "drawn"), "tests/tasks/test_load.py"),
     "super_resolution": "tests/pipeline/test_tasks.py",
     "pictures": "every example",
 }

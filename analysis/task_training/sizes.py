@@ -2,16 +2,15 @@
 
     python -m analysis.task_training.sizes train --data scenes --sizes n    # float, PTQ, QAT and their files
     python -m analysis.task_training.sizes judge --data scenes              # mAP of the files on engines
-    python -m analysis.task_training.sizes table --speed cuda_engine.json   # the rows so far
+    python -m analysis.task_training.sizes table                            # the rows so far
 
 `judge` compares with the float network in torch, of which `train` keeps the boxes beside each run, so that it takes the
 files alone to another machine. Speed is that of analysis/cuda_engine, `--networks yolo_n:32 ... --baseline`.
 """
 
 import argparse
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -47,13 +46,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="key=value for the recipe")
     parser.add_argument("--engines", nargs="+", default=["cuda", "openvino", "onnxruntime"])
     parser.add_argument("--limit", type=int, help="images to judge")
-    parser.add_argument("--speed", type=Path, help="cuda_engine.json")
     o = parser.parse_args()
     for size in o.sizes:
         folder = o.out / f"{Path(o.recipe).stem}-{size}"
-        if o.stage == "train":
+        begun = o.stage == "judge" and folder.is_dir()
+        if o.stage == "train" or (begun and not (folder / _BOXES).is_file()):  # stopped before its end
             train(o, size, folder)
-        elif o.stage == "judge" and folder.is_dir():
+        if begun:
             judge(o, size, folder)
     if o.stage == "table":
         print(write(o))
@@ -61,12 +60,7 @@ def main() -> None:
 
 def train(o: argparse.Namespace, size: str, folder: Path) -> None:
     overrides = [f"data.root={o.data}", f"model.options.size={size}", *o.set]
-    if o.seconds and not folder.is_dir():
-        epochs = epochs_in(compress.load_recipe(o.recipe, overrides), o.seconds)
-        overrides += [f"train.epochs={epochs}", f"qat.epochs={max(2, epochs // 5)}", f"train.evaluate_every={epochs}"]
-    elif folder.is_dir():  # the epochs of the run that goes on
-        o.recipe = str(folder / "recipe.yaml")
-    run_all([RecipeRun(label=folder.name, recipe=o.recipe, command="qat", overrides=overrides)], o.out)
+    run_all([planned(o.recipe, overrides, folder, o.seconds)], o.out)
     recipe = compress.load_recipe(str(folder / "recipe.yaml"))
     data = compress.load_data(recipe.data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,6 +68,17 @@ def train(o: argparse.Namespace, size: str, folder: Path) -> None:
         compress.load(folder, variant="float"), data.val.preprocessing.input_shape, device=device
     ) as engine:
         torch.save(boxes_of(judged(engine, recipe, data, o.limit)), folder / _BOXES)
+
+
+def planned(recipe: str, overrides: Sequence[str], folder: Path, seconds: float | None) -> RecipeRun:
+    """A run whose float training takes `seconds`; one that has begun goes on with the epochs that it has."""
+    if folder.is_dir():
+        recipe = str(folder / "recipe.yaml")
+    elif seconds:
+        epochs = epochs_in(compress.load_recipe(recipe, overrides), seconds)
+        lengths = {"train.epochs": epochs, "qat.epochs": max(2, epochs // 5), "train.evaluate_every": epochs}
+        overrides = [*overrides, *(f"{key}={value}" for key, value in lengths.items())]
+    return RecipeRun(label=folder.name, recipe=recipe, command="qat", overrides=overrides)
 
 
 def epochs_in(recipe: Recipe, seconds: float) -> int:
@@ -84,8 +89,7 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     plan = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True)
-    steps = min(_SKIPPED + _TIMED, data.train.steps(plan))
-    skipped = min(_SKIPPED, steps // 3)
+    skipped = min(_SKIPPED, (steps := min(_SKIPPED + _TIMED, data.train.steps(plan))) // 3)
     start = time.monotonic()
     for step, (images, targets) in enumerate(islice(data.train.batches(plan, device=device), steps)):
         with autocast(device, recipe.train.precision):
@@ -133,14 +137,18 @@ def judge(o: argparse.Namespace, size: str, folder: Path) -> None:
             options: dict[str, Any] = {"plan": str(o.out / "plan.json"), "floats": "layers"} if engine == "cuda" else {}
             with compress.build_engine(files[0], engine, batch_size=batch, precision=precision, **options) as made:
                 seen = judged(made, recipe, data, len(kept))
-                row: Row = {"key": key, "size": size, "variant": variant, "engine": made.info.label}
+                row: Row = {"key": key, "run": folder.name, "size": size, "variant": variant, "engine": made.info.label}
             same = all(
                 torch.equal(mine["boxes"], own["boxes"])
                 for (_, mine), (_, own) in zip(kept, boxes_of(seen), strict=True)
             )
-            row |= asdict(compare_evidence(reference, seen)) | {"float": reference.compute()["map"], "same_truth": same}
-            row |= {"epochs": [recipe.train.epochs, recipe.qat.epochs if recipe.qat else 0], "run": folder.name}
-            append_row(o.out / "rows.jsonl", row | {"software": software("torch", "openvino", "onnxruntime")})
+            row |= asdict(compare_evidence(reference, seen)) | {
+                "float": reference.compute()["map"],
+                "same_truth": same,
+                "epochs": [recipe.train.epochs, recipe.qat.epochs if recipe.qat else 0],
+                "software": software("torch", "openvino", "onnxruntime"),
+            }
+            append_row(o.out / "rows.jsonl", row)
             print(key, f"{100 * row['value']:.2f}, {_points(row)} points", flush=True)
 
 
@@ -150,28 +158,10 @@ def _points(row: Row) -> str:
 
 def write(o: argparse.Namespace) -> str:
     rows = list(newest_rows(o.out / "rows.jsonl", "key").values())
-    head = ["run", "engine", "images", "float", "PTQ", "QAT", "YOLO26: PTQ", "QAT", "epochs"]
     lines = ["# INT8's cost by the size of a detector", "", "mAP50-95 of float in torch, and points to it.", ""]
-    lines += table(head, _cells(rows))
-    if o.speed is not None and o.speed.is_file():
-        cells = [
-            (
-                row["network"],
-                row["batch"],
-                f"{row['ms']:.3f}",
-                fp16 and f"{fp16:.3f}",
-                fp16 and f"{fp16 / row['ms']:.2f}x",
-            )
-            for row in json.loads(o.speed.read_text())["networks"]
-            if (fp16 := row.get("fp16_ms", "")) is not None and "ms" in row
-        ]
-        lines += ["", *table(["network", "batch", "INT8 ms, `cuda`", "fp16 ms, torch.compile", "speedup"], cells)]
-    lines += [
-        "",
-        *sorted({f"{row['engine']}: {listed(row['software'])}." for row in rows}),
-        f"`{command_line(speed='cuda_engine.json')}`",
-    ]
-    return write_text(o.out / "sizes.md", "\n".join(lines) + "\n").read_text(encoding="utf-8")
+    lines += table(["run", "engine", "images", "float", "PTQ", "QAT", "YOLO26: PTQ", "QAT", "epochs"], _cells(rows))
+    lines += ["", *sorted({f"{row['engine']}: {listed(row['software'])}." for row in rows}), f"`{command_line()}`", ""]
+    return write_text(o.out / "sizes.md", "\n".join(lines)).read_text(encoding="utf-8")
 
 
 def _cells(rows: list[Row]) -> Iterator[list[str]]:

@@ -194,6 +194,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
             category="quantizer", elementwise=True, free=True, keeps_zero=True, non_negative="if inputs are"
         ),
         "embedding": Traits(category="lookup"),
+        "scatter": Traits(category="lookup", data_inputs=MANY),
         "nms": Traits(category="lookup", data_inputs=2),  # which of some boxes are left
         "position_bias": Traits(category="lookup"),  # torchvision's Swin: biases of attention by relative position
         "shape": _SHAPE,
@@ -328,6 +329,10 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, InTraining),
     ),
     "embedding": (nn.Embedding,),
+    "scatter": (
+        *(torch.scatter, torch.scatter_add, torch.scatter_reduce, torch.index_add, torch.index_put, torch.index_copy),
+        *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy"),
+    ),
     "shape": (len, ByMode, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
     "floordiv": (operator.floordiv, operator.mod),
     "zeros": (torch.zeros_like, "new_zeros"),
@@ -555,6 +560,7 @@ ONNX_KINDS = {
     "Split": "split",
     "Slice": "getitem",
     "Gather": "getitem",
+    **dict.fromkeys(("ScatterElements", "ScatterND"), "scatter"),
     "DepthToSpace": "pixel_shuffle",
     "SpaceToDepth": "pixel_unshuffle",
     "Concat": "concat",

@@ -65,7 +65,7 @@ def make_task(
         found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
         decided = task.metric.classes if len(labels) > 1 else None  # one channel has one argmax, whatever it holds
         classes = decided if found.classes is None else found.classes
-        task = replace(task, metric=replace(found, classes=classes), evidence=None)
+        task = replace(task, metric=replace(found, classes=classes), evidence=_evidence(found))
     return task
 
 
@@ -74,7 +74,11 @@ def _own(loss: Any, metric: Any) -> Task:
     if lacking:
         raise RecipeError(lacking)
     judged = task_metric(_resolved(metric, "metric", ()), select=one_or_all)
-    return own(loss=own_loss(_resolved(loss, "loss", ())), metric=judged)
+    return replace(own(loss=own_loss(_resolved(loss, "loss", ())), metric=judged), evidence=_evidence(judged))
+
+
+def _evidence(metric: TaskMetric) -> Callable[[], Any] | None:
+    return metric.make if all(hasattr(metric.make(), name) for name in ("values", "__len__")) else None
 
 
 def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: DetectorHead | None) -> Task:

@@ -129,6 +129,8 @@ def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task
     """Convert weights, if `wanted`, or None and the model runs in it; True if done."""
     if wanted is False or not isinstance(images, Tensor) or images.ndim != 4:
         return False
+    if any(tensor.ndim == 5 for tensor in model.state_dict().values()):  # Conv3d's have another format
+        return False
     model.to(memory_format=torch.channels_last)
     if wanted is None:
         try:

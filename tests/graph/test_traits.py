@@ -117,7 +117,7 @@ MODULES = {
 }
 PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
 # Kinds whose rows claim nothing that the tests below look at, or that have a test of their own.
-UNTRIED = PARAMETRIC | {"masked_fill", "shape", "assert", "compare", "floordiv", "getattr"}
+UNTRIED = PARAMETRIC | {"masked_fill", "scatter", "shape", "assert", "compare", "floordiv", "getattr"}
 
 
 def shape_for(spelling: object) -> tuple[int, ...]:

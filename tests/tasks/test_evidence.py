@@ -1,6 +1,7 @@
 # Contributions of images: the metric of the whole split is the task's own, and intervals are those of theory.
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,14 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
+from torchmetrics.classification import MulticlassJaccardIndex
+from torchmetrics.regression import MeanSquaredError
 
 from compress.errors import DataError
 from compress.measure.accuracy import compare_evidence
+from compress.pipeline.steps.evaluate import Answers, _keep_intervals
+from compress.records.files import INTERVALS
 from compress.tasks.base import everything
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
 from compress.tasks.load import make_task
 from compress.tasks.segmentation import segmentation
+from compress.variants import Variant
 
 
 def identity(outputs):
@@ -165,5 +171,37 @@ def test_three_pictures_of_449_are_no_measurable_change_and_thirty_are():
         compare_evidence(hits(base), hits([True] * 3))
 
 
-def test_a_metric_of_ones_own_has_no_evidence():
+def test_a_metric_of_ones_own_has_evidence_where_it_knows_each_image():
     assert make_task("classification", ("a", "b"), metric=lambda outputs, targets: 1.0).evidence is None
+    generator = torch.Generator().manual_seed(0)
+    logits, grid = (torch.randn(6, 4, 5, 5, generator=generator), torch.randint(0, 4, (6, 5, 5), generator=generator))
+    weights = np.array([[1, 0, 2, 1, 0, 3]])
+    for name, outputs, targets, oracle in (
+        ("points:Miou", logits, grid, lambda x, y: MulticlassJaccardIndex(4, average=None)(x, y)[1:].mean()),
+        ("depth:Rmse", logits[:, :1], grid + 1.0, lambda x, y: MeanSquaredError(squared=False)(x[:, 0].exp(), y)),
+    ):
+        task = make_task("own", (), loss="examples.depth:loss", metric=f"examples.{name}")
+        evidence, meter = task.evidence(), task.metric.make()
+        for one in (evidence, meter):
+            one.update(outputs[:4], targets[:4])
+            one.update(outputs[4:], targets[4:])
+        assert task.metric.figures(meter)[task.metric.name] == pytest.approx(float(oracle(outputs, targets)), abs=1e-6)
+        repeated = doubled(outputs, targets, weights[0])
+        assert evidence.values(weights)[0] == pytest.approx(float(oracle(*repeated)), abs=1e-6)
+
+
+def test_an_engine_without_float_is_compared_with_torch(tmp_path):
+    seen = {(variant, label): Answers(evidence=hits(right)) for variant, label, right in ROWS}
+    run = SimpleNamespace(task=classification(2), folder=SimpleNamespace(path=tmp_path), notes=[])
+    _keep_intervals(run, seen)
+    found = {row.engine: row.difference for row in INTERVALS.read(tmp_path)}
+    assert found == {"torch": 0, "torch (fake quantization)": -25, "onnxruntime": 0, "cuda": -50}
+
+
+ROWS = (
+    (Variant.FLOAT, "torch", [True] * 4),
+    (Variant.PTQ, "torch (fake quantization)", [True, True, True, False]),
+    (Variant.FLOAT, "onnxruntime", [True, False, True, True]),
+    (Variant.PTQ, "onnxruntime", [True, True, True, False]),
+    (Variant.PTQ, "cuda", [True, True, False, False]),
+)

@@ -5,16 +5,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torchmetrics.regression import MeanSquaredError
 
-from compress import TrainSpec, build_model, fit, load_data, load_recipe
+from compress import (
+    DataSpec,
+    QuantSpec,
+    TrainSpec,
+    audit_onnx,
+    build_model,
+    export_onnx,
+    fit,
+    load_data,
+    load_recipe,
+    quantize,
+)
 from compress.errors import DataError, RecipeError
 from compress.support.meters import TaskMetric, task_metric
 from compress.support.progress import NoProgress
 from compress.tasks.load import make_task
-from examples import pose
+from examples import depth, points, pose, video
+from tests.exact import open_session
 
 LABELS = ("a", "b", "c")
 
@@ -139,18 +153,69 @@ def test_the_users_own_file_trains(monkeypatch):
 
 
 def test_a_pose_by_heatmaps_is_found_where_it_was_drawn():
-    arms = pose.Arms(16, first=0)
-    joints = torch.stack([arms[i][1] for i in range(len(arms))])
+    joints = pose.arms(16, 0)[1]
     assert (pose.located(pose.wanted(joints, 16, 16)) - joints).norm(dim=-1).max() < 1.5
     along = torch.linspace(0, 1, 500)[:, None] * (joints[0, 1] - joints[0, 0]) + joints[0, 0]
     y, x = 20, 31
     nearest = (along - torch.tensor([x, y])).norm(dim=1).min()
-    assert pose.distances(*joints[0, :2])[y, x] == pytest.approx(nearest.item(), abs=0.05)
+    assert pose.distances(joints[:, 0], joints[:, 1])[0, y, x] == pytest.approx(nearest.item(), abs=0.05)
     recipe = load_recipe("pose")
     meter = make_task(recipe.task, (), loss=recipe.loss, metric=recipe.metric).metric.make()
     meter.update(pose.wanted(joints, 16, 16), joints)
     meter.update(pose.wanted(torch.where(joints < 32, joints + 5, joints - 5), 16, 16), joints)
     assert meter.compute() == 0.5
+
+
+def test_drawn_data_are_what_their_targets_say():
+    images, distances = depth.scenes(8, 0)
+    assert torch.equal(images, depth.scenes(8, 0)[0]) and not torch.equal(images, depth.scenes(8, 1)[0])
+    ground = distances[:, -1]  # the lowest row sees the plane, farther at its sides, or a ball in front of it
+    assert (ground > 0.5).all() and (distances[:, 0] == depth.FARTHEST).float().mean() > 0.9
+    clips, kinds = video.clips(256, 0)
+    away = (clips.float() - clips.float().flatten(2).median(2).values[..., None, None]).abs().square()
+    middle = (away.sum(2) * torch.arange(video.SIDE)).sum(2) / away.sum((2, 3))
+    moved = [(middle[kinds == video.CLASSES.index(name)].diff()).mean() for name in ("left", "right", "up", "rests")]
+    assert moved[0] < -0.2 and moved[1] > 0.2 and max(abs(moved[2]), abs(moved[3])) < 0.1
+    scans, grid = points.scans(8, 0)
+    for scan, cells in zip(scans[:, 0].numpy(), grid.numpy(), strict=True):
+        place = np.clip(((scan[:, :2] + points.METRES) * points.CELLS / (2 * points.METRES)).astype(int), 0, 31)
+        kind, known = cells[place[:, 0], place[:, 1]], np.abs(scan).max(1) > 0
+        assert (kind[known & (scan[:, 2] > 0.3)] > 0).mean() > 0.95  # what stands on the ground is an object
+
+
+def sqnr(found, expected):
+    return -10 * np.log10(np.square(found - expected).sum() / np.square(expected).sum())
+
+
+def quantized(network, images, target, folder):
+    qmodel = quantize(network, images[:2], [images], spec=QuantSpec(target=target))
+    with torch.no_grad():
+        return qmodel, export_onnx(qmodel, images[:2], folder / f"{target}.onnx"), qmodel(images).numpy()
+
+
+def test_the_scatter_of_points_stays_float_between_integers(tmp_path):
+    torch.manual_seed(0)
+    scans, _ = points.scans(4, 0)
+    qmodel, file, expected = quantized(points.Pillars(width=4).eval(), scans, "onnxruntime", tmp_path)
+    (row,) = (row for row in qmodel.placement.decisions if "scatter" in row.layer)
+    assert row.decision == "float" and "places, which 8 bits do not hold" in row.reason
+    assert [node.op_type for node in onnx.load(file).graph.node].count("ScatterElements") == 1
+    assert audit_onnx(file).int8_share > 0.9
+    session = open_session(file)
+    (found,) = session.run(None, {session.get_inputs()[0].name: scans.numpy()})
+    assert sqnr(found, expected) > 30
+
+
+def test_convolutions_over_time_train_and_are_integers(tmp_path):
+    torch.manual_seed(0)
+    model, data = video.Video(width=2), video.data(DataSpec(train_images=16, val_images=8))
+    spec = DataSpec(name="examples.video:data", num_classes=9, train_images=16, val_images=8)
+    fit(model, load_data(spec), TrainSpec(epochs=1, warmup_epochs=0), batch_size=8, folder=None)
+    clips = torch.stack([clip for clip, _ in data[1]]).float() / 255
+    _, file, expected = quantized(model.eval(), clips, "onnxruntime", tmp_path)
+    assert audit_onnx(file).int8_share > 0.9
+    session = open_session(file)
+    assert sqnr(session.run(None, {session.get_inputs()[0].name: clips.numpy()})[0], expected) > 30
 
 
 class Killed(NoProgress):

@@ -111,6 +111,7 @@ _FLOAT = {
     **dict.fromkeys(_NORMS, "normalization sums squares, which 8 bits do not hold"),
     **dict.fromkeys(_SOFTMAX, "an exponential over 8-bit steps loses the small probabilities"),
     "einsum": "an einsum that is no product of two matrices has no quantized form in ONNX",
+    "scatter": "a scatter computes with places, which 8 bits do not hold, and no engine has it in integers",
     "unknown": "an operation that compress does not know",
 }
 
