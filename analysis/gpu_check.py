@@ -280,6 +280,8 @@ def _parallel(name: str, asked: argparse.Namespace) -> None:
             tried["synchronized", "recorded"] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)).train()
         times = {"entropy calibration": _calibration(model, x)}
         for (kind, mode), net in tried.items():
+            if mode == "sharded":  # FSDP2 shards tensors in the usual order alone
+                net.to(memory_format=torch.contiguous_format)
             run = compress.fuse_for_training(net) if kind == "int8" else net
             if mode == "parallel":
                 run = DistributedDataParallel(run, device_ids=[rank], gradient_as_bucket_view=True)
