@@ -23,6 +23,7 @@ from compress.onnx_graph import (
     consumed_as,
     each_node,
     made_after,
+    may_saturate,
     opset_of,
     replace_attributes,
     unsigned,
@@ -395,11 +396,11 @@ def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProt
 
 
 def weights_to_unsigned(model: onnx.ModelProto) -> None:
-    """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
+    """Change int8 weights of two or more dimensions, if two products of theirs may saturate, to uint8, in place."""
     view, made = OnnxGraph(model.graph), dict[str, str]()
     for node in model.graph.node:
         weight = view.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if weight is None or weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
+        if weight is None or not may_saturate(weight):
             continue
         name, scale, *point = node.input
         if {scale, *point} - view.constants.keys():

@@ -421,6 +421,17 @@ def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+# Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15.
+_EXACT = 64
+
+
+def may_saturate(weight: onnx.TensorProto) -> bool:
+    """True if a weight is int8, and engines' sums of two of its products may saturate in 16 bits (x86 without VNNI)."""
+    if weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
+        return False
+    return bool(np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0) > _EXACT)
+
+
 def unsigned(view: OnnxGraph, name: str, made: dict[str, str]) -> str:
     """The name of the unsigned form of an int8 constant, which is added to the graph where it is not in `made`."""
     if name not in made:
