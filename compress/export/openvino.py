@@ -248,7 +248,8 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
     order where its inverse is needed: below 0 dB unless both are the same. It leaves two in a row alone.
     """
     index = view.array(node.input[1]) if node.op_type == "Gather" and node.input[0] not in view.constants else None
-    order = [] if index is None or index.ndim != 1 else [int(i) % len(index) for i in index]
+    rows: list[int] = [] if index is None or index.ndim != 1 else index.tolist()
+    order = [i + len(rows) if i < 0 else i for i in rows]
     if sorted(order) != [*range(len(order))] or all(order[j] == i for i, j in enumerate(order)):
         return None
     halves = np.empty((2, len(order)), np.int64)
@@ -258,6 +259,7 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
             cycle.append(order[cycle[-1]])
         for place, channel in enumerate(cycle):
             halves[:, channel] = cycle[(1 - place) % len(cycle)], cycle[-place]
+    halves[0] = [rows[order.index(channel)] for channel in halves[0]]  # the axis may be longer than the index
     output, between = node.output[0], view.free(added_tensor(node.output[0], "half"))
     names = [view.add_constant(added_tensor(output, f"order{i}"), half) for i, half in enumerate(halves)]
     node.input[1], node.output[0] = names[0], between

@@ -36,7 +36,7 @@ from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization import TARGETS
 from compress.quantization.sensitivity import sqnr
-from tests.exact import open_session
+from tests.exact import compute, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, network
 from tests.tiny_detectors import FAMILIES, SIZE
@@ -675,6 +675,24 @@ def test_onnx_runtime_is_exact_in_any_session_without_vnni(vnni, bits, tmp_path,
         if not vnni:
             (got,) = onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
             assert sqnr(model(x).detach(), torch.from_numpy(got)) > 30
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda x: x.mT, lambda x: torch.einsum("b i j->bji", x), lambda x: torch.einsum("...ij", x).mT]
+)
+def test_axes_in_another_order_keep_layers_in_integers(turned, tmp_path):
+    # torch.onnx writes .mT as an Einsum, through which no engine takes a pair.
+    def run(net, x):
+        return turned(net.fc(turned(net.conv(x).relu().flatten(2)))).sum(1)
+
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 4)).eval(), torch.rand(2, 3, 8, 8)
+    spec = compress.QuantSpec(target="onnxruntime")
+    paths = [compress.export_onnx(compress.quantize(model, x, [x], spec=spec), x, tmp_path / "torch.onnx")]
+    paths.append(compress.quantize_onnx(compress.export_onnx(model, x, tmp_path / "float.onnx"), [x], spec=spec))
+    for path in paths:
+        assert "Einsum" not in {node.op_type for node in onnx.load(path).graph.node}
+        assert compress.audit_onnx(path).int8_share == 1
+        assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 30
 
 
 def test_averages_keep_their_divisor(tmp_path):

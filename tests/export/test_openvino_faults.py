@@ -109,9 +109,18 @@ def ordered(order):
     return Net(lambda net, x: net.b(net.a(x).relu()[:, order]), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3))
 
 
+def rows_of(order):
+    # Rows of tokens, of which there are more than indices.
+    return Net(lambda net, x: net.b(net.a(x).relu().flatten(2).mT[:, order]), a=nn.Conv2d(3, 8, 3), b=nn.Linear(8, 4))
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
+        *(
+            pytest.param(lambda o=order: rows_of(o), "fp32", "openvino", id=f"rows {order}")
+            for order in ([0, 3, 6, 9, 12], [-1, -3, -2, -4], [1, -3, 0])
+        ),
         *(
             pytest.param(
                 lambda o=order: ordered(o),
