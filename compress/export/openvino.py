@@ -50,7 +50,7 @@ def warn_of_resizes(proto: onnx.ModelProto) -> None:
 def holds_pairs(node: onnx.NodeProto) -> bool:
     """True for operations that move values, but through which OpenVINO (2026.4) moves no pair."""
     dilated = any(step > 1 for step in attribute(node, "dilations", ()))
-    return node.op_type == "SpaceToDepth" or (node.op_type == "MaxPool" and dilated)
+    return node.op_type in {"SpaceToDepth", "GatherND"} or (node.op_type == "MaxPool" and dilated)
 
 
 @each_node

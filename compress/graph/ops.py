@@ -555,6 +555,7 @@ ONNX_KINDS = {
     "Split": "split",
     "Slice": "getitem",
     "Gather": "getitem",
+    "GatherND": "getitem",
     "DepthToSpace": "pixel_shuffle",
     "SpaceToDepth": "pixel_unshuffle",
     "Concat": "concat",

@@ -36,7 +36,7 @@ from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization import TARGETS
 from compress.quantization.sensitivity import sqnr
-from tests.exact import compute, open_session
+from tests.exact import WEIGHTS, compute, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, network
 from tests.tiny_detectors import FAMILIES, SIZE
@@ -693,6 +693,29 @@ def test_axes_in_another_order_keep_layers_in_integers(turned, tmp_path):
         assert "Einsum" not in {node.op_type for node in onnx.load(path).graph.node}
         assert compress.audit_onnx(path).int8_share == 1
         assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 30
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("rows", ["mask", "pairs"])
+def test_layers_after_rows_by_several_indices_are_in_integers(rows, target, tmp_path):
+    # A GatherND, through which neither engine takes a pair.
+    def run(net, x):
+        x = net.conv(x).relu().flatten(2).transpose(1, 2)
+        x = x[x.mean(-1) > 0] if rows == "mask" else x[torch.arange(len(x))[:, None], torch.tensor([[0, 7]])]
+        return net.fc(x)
+
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 4)).eval(), torch.rand(2, 3, 8, 8)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
+    path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
+    assert compress.audit_onnx(path).int8_share == 1
+    with compress.build_engine(path, target, precision="f32", profile="yes") as engine:
+        (got,) = engine.run({"input": x.numpy()}).values()
+        ran = [
+            one.precision
+            for one in engine.runtime_layers()
+            if one.kind in {"QGemm", "MatMulIntegerToFloat", "FullyConnected"}
+        ]
+    assert ran == ["u8"] and sqnr(qmodel(x).detach(), torch.from_numpy(got)) > 40
 
 
 def test_averages_keep_their_divisor(tmp_path):
