@@ -207,19 +207,27 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
     return view.rewrite(apart)
 
 
+def axes_from_the_front(proto: onnx.ModelProto) -> None:
+    """Count the axes of every Resize from the front: OpenVINO (2026.4) reads no negative ones."""
+    axes = [(node, attribute(node, "axes", ())) for node in proto.graph.node if node.op_type == "Resize"]
+    negative = [pair for pair in axes if min(pair[1], default=0) < 0]
+    sizes = _sizes(proto) if negative else {}
+    for node, named in negative:
+        if node.input[0] in sizes:
+            replace_attributes(node, axes=[axis % len(sizes[node.input[0]]) for axis in named])
+
+
 def flat_gathers(proto: onnx.ModelProto) -> int:
     """Rewrite every Gather of an activation by a table of indices as one by a row of them, and a Reshape.
 
     Such a Gather (`Tensor.unfold`, indexing with a tensor of two axes) has more axes than its input. OpenVINO moves the
     channel scales before it to its output without the new axes, and refuses the file ("GatherTransformation ...
-    CALLBACK HAS THROWN"). A tensor with two unknown sizes after the axis is left alone; shapes are read from the model.
+    CALLBACK HAS THROWN"). A tensor with two unknown sizes after the axis is left alone.
     """
     view = OnnxGraph(proto.graph)
-    shapes = {
-        value.name: [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
-        for value in (*proto.graph.value_info, *proto.graph.input)
-        if value.type.tensor_type.HasField("shape")
-    }
+    tables = [node for node in proto.graph.node if node.op_type == "Gather" and node.input[0] not in view.constants]
+    sizes = _sizes(proto) if tables else {}
+    shapes = {name: [d.dim_value if d.HasField("dim_value") else -1 for d in dims] for name, dims in sizes.items()}
 
     def flat(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         if node.op_type != "Gather" or node.input[0] in view.constants:

@@ -29,6 +29,7 @@ from compress.export.onnxruntime import (
     weights_to_unsigned,
 )
 from compress.export.openvino import (
+    axes_from_the_front,
     batches_kept,
     bias_shared_convolutions,
     biases_apart,
@@ -173,6 +174,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         bias_shared_convolutions(proto)
     if target == "openvino":
         warn_of_resizes(proto)
+        axes_from_the_front(proto)
         products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)

@@ -575,6 +575,26 @@ def test_onnxruntime_runs_what_stands_between_int8_convolutions(case, tmp_path):
         assert sum(layer.kind == "QLinearConv" for layer in engine.runtime_layers()) == 3
 
 
+@pytest.mark.parametrize("between", [BETWEEN["axes_nearest"], ("Gather", {"axis": 2}, [np.array([[0, 1], [2, 3]])])])
+def test_openvino_reads_what_stands_between_int8_convolutions(between, tmp_path):
+    path, images = _between(tmp_path, *between), np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype("f")
+    if between[0] == "Gather":  # with one axis more, which the Reshape takes away
+        model = onnx.load(path)
+        (node,) = (node for node in model.graph.node if node.op_type == "Gather")
+        node.output[0] = "table"
+        shape = onnx.numpy_helper.from_array(np.array([0, 8, 4, 8]), "four")
+        model.graph.initializer.append(shape)
+        model.graph.node.insert(2, helper.make_node("Reshape", ["table", "four"], ["b"], name="flat"))
+        onnx.save(model, path)
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    made = compress.quantize_onnx(path, [images], spec=spec, out=tmp_path / "int8.onnx")
+    with compress.build_engine(made, "openvino", precision="f32") as engine:
+        (found,) = engine.run({"x": images}).values()
+    assert sqnr(torch.from_numpy(compute(path, images)), torch.from_numpy(found)) > 25
+    types = layer_types(openvino.Core().compile_model(made, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    assert len(types) == 3 and set(types) <= {"u8", "i8"}
+
+
 def test_onnxruntime_runs_a_smaller_bicubic_image_of_torch(tmp_path):
     class Model(nn.Module):
         def __init__(self):
