@@ -26,7 +26,6 @@ def cache_folder() -> Path:
 
 
 def path_of(given: Path | str) -> Path:
-    """The path that a caller gave; CompressError for a model, an array or None in its place."""
     if not isinstance(given, (str, os.PathLike)):
         raise CompressError(f"a {type(given).__name__} was given where a path is wanted: name a file or folder")
     return Path(given)

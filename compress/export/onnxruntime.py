@@ -396,7 +396,7 @@ def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProt
 
 
 def weights_to_unsigned(model: onnx.ModelProto) -> None:
-    """Change int8 weights of two or more dimensions, if two products of theirs may saturate, to uint8, in place."""
+    """Change int8 weights that may saturate (x86 without VNNI) to uint8, in place."""
     view, made = OnnxGraph(model.graph), dict[str, str]()
     for node in model.graph.node:
         weight = view.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None

@@ -208,7 +208,7 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
 
 
 def axes_from_the_front(proto: onnx.ModelProto) -> None:
-    """Count the axes of every Resize from the front: OpenVINO (2026.4) reads no negative ones."""
+    # OpenVINO (2026.4) reads no Resize of axes that are counted from the end.
     axes = [(node, attribute(node, "axes", ())) for node in proto.graph.node if node.op_type == "Resize"]
     negative = [pair for pair in axes if min(pair[1], default=0) < 0]
     sizes = _sizes(proto) if negative else {}

@@ -186,12 +186,11 @@ class MatrixProduct:
 def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Replace einsums that are products of two matrices, or orders of axes; in place; return the names of the nodes.
 
-    An einsum that stays has the reason in `node.meta["whole"]`. `x.mT` becomes a transpose, as torch.onnx writes it as
-    an einsum. Shapes are stale afterwards.
+    An einsum that stays has the reason in `node.meta["whole"]`. Shapes are stale afterwards.
     """
     opened = []
     for node in list(graph_module.graph.nodes):
-        if node.target is getattr and node.args[1] == "mT":
+        if node.target is getattr and node.args[1] == "mT":  # torch.onnx writes it as an Einsum
             node.op, node.target, node.args = "call_method", "transpose", (node.args[0], -2, -1)
             opened.append(node.name)
         if node.op != "call_function" or node.target is not torch.einsum:
@@ -257,7 +256,6 @@ def oriented_product(equation: str, ranks: list[int], fixed: list[bool]) -> tupl
 
 
 def axis_order(equation: str, ranks: list[int]) -> tuple[int, ...] | None:
-    """The order into which an einsum of one tensor brings its axes; None if it does something else."""
     written = _without_ellipsis(equation.replace(" ", ""), ranks) if len(ranks) == 1 else None
     axes, _, result = (written or "").partition("->")
     return tuple(map(axes.index, result)) if axes and sorted(axes) == sorted({*result}) == sorted(result) else None

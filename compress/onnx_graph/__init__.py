@@ -422,7 +422,6 @@ def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
 
 
 def lacks(model: onnx.ModelProto) -> str:
-    """What a file is that lacks a part without which it is no network, as words; "" if all are there."""
     parts = {"IR version": model.ir_version, "opset import": model.opset_import, "output": model.graph.output}
     missing = " and ".join(f"no {name}" for name, found in parts.items() if not found)
     kind = "not a whole ONNX model" if model.graph.output else "not an ONNX model, or a truncated one"
@@ -434,7 +433,7 @@ _EXACT = 64
 
 
 def may_saturate(weight: onnx.TensorProto) -> bool:
-    """True if a weight is int8, and engines' sums of two of its products may saturate in 16 bits (x86 without VNNI)."""
+    """True if sums of two products of an int8 weight may not fit into 16 bits."""
     if weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
         return False
     return bool(np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0) > _EXACT)
