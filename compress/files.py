@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from compress.errors import CompressError
 from compress.support.limits import DEPTH, FILE_BYTES, JSON_BYTES
 
 _PART = ".part"
@@ -24,10 +25,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress"
 
 
+def path_of(given: Path | str) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise CompressError(f"a {type(given).__name__} was given where a path is wanted: name a file or folder")
+    return Path(given)
+
+
 def expand_user(path: Path | str) -> Path:
     """Resolve `~`; that of an unknown user stays."""
     try:
-        return Path(path).expanduser()
+        return path_of(path).expanduser()
     except RuntimeError:
         return Path(path)
 
@@ -41,7 +48,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     Raises:
         OSError: `path` is a folder or a device, or writing or renaming fails; it names `path`.
     """
-    path = Path(path)
+    path = path_of(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
     if path.parent.resolve() == _DEVICES or (path.exists() and not path.is_file()):

@@ -32,7 +32,7 @@ from compress.engines.tensorrt.metadata import (
     read_metadata,
 )
 from compress.errors import AuditError, EngineError
-from compress.files import parse_json, read_regular
+from compress.files import parse_json, path_of, read_regular
 from compress.support.imports import any_failure
 from compress.support.limits import JSON_BYTES
 
@@ -406,7 +406,7 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
         >>> compress.audit_engine("int8.onnx").share("int8", "uint8")  # of an ONNX file: the plan of the engine `cuda`
         1.0
     """
-    path = Path(path)
+    path = path_of(path)
     planned = path.suffix == ".onnx" and path.is_file()  # the engine cuda runs the file itself
     if sides and not planned:
         raise AuditError(
@@ -421,7 +421,7 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Seq
 
 def read_engine_layers(path: Path | str) -> EngineListing:
     """The layers of an engine with `<engine>.layers.json` (preferred) or `.log` beside it, or of such a file."""
-    path = Path(path)
+    path = path_of(path)
     if not path.is_file():
         raise AuditError(f"{path} does not exist; give an engine, its build log or the inspector's JSON")
     if path.suffix == ".onnx":

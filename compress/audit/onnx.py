@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from compress.errors import AuditError
 from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
+from compress.files import path_of
 from compress.onnx_graph import (
     PASSES,
     WEIGHTED_OPS,
@@ -150,7 +151,7 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
         >>> [(row.op_type, row.int8) for row in compress.audit_onnx("int8.onnx").rows]
         [('Conv', True), ('Gemm', True)]
     """
-    path = Path(path)
+    path = path_of(path)
     proto = _load(path)
     try:
         return _audit(path, proto)

@@ -28,7 +28,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
-from compress.onnx_graph import OnnxGraph, opset_of, tensors_of
+from compress.files import path_of
+from compress.onnx_graph import OnnxGraph, lacks, opset_of, tensors_of
 from compress.support.imports import any_failure
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -409,7 +410,7 @@ ENGINE_SUFFIXES = (".engine", ".plan")
 
 
 def existing_file(path: Path | str) -> Path:
-    path = Path(path)
+    path = path_of(path)
     if not path.is_file():
         there = "is a folder, not a model file" if path.is_dir() else "is no regular file"
         raise EngineError(f"{path}: {there if path.exists() else 'no such file'}")
@@ -426,16 +427,13 @@ def load_onnx(path: Path | str, *, weights: bool = False) -> onnx.ModelProto:
 
 def read_onnx(path: Path | str) -> OnnxFile:
     """Read the interface of an ONNX file; weights in other files are not read."""
-    return read_interface(Path(path), load_onnx(path))
+    return read_interface(path_of(path), load_onnx(path))
 
 
 def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
     graph = model.graph
-    if not (model.ir_version and model.opset_import and graph.output):
-        raise EngineError(
-            f"{path}: not an ONNX model, or a truncated one (IR version {model.ir_version}, "
-            f"{len(model.opset_import)} opsets, {len(graph.output)} outputs); export it again"
-        )
+    if missing := lacks(model):
+        raise EngineError(f"{path}: {missing}")
     weights, constants = {tensor.name for tensor in graph.initializer}, OnnxGraph(graph).constants
     inputs = [value for value in graph.input if value.name not in weights]
     return OnnxFile(

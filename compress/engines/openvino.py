@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, external_data_helper, numpy_helper
+from onnx import TensorProto, external_data_helper
 
 from compress.engines.base import (
     Arrays,
@@ -35,7 +35,7 @@ from compress.engines.base import (
 )
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import extremes_apart, joins_signed, orders_in_two, to_unsigned
-from compress.onnx_graph import OnnxGraph
+from compress.onnx_graph import OnnxGraph, may_saturate
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -45,8 +45,6 @@ OPTIONS = {
 }
 PRECISIONS = ("f32", "bf16", "f16")
 _INSTALL = "pip install openvino"
-# Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15.
-_EXACT = 64
 
 
 def availability() -> Availability:
@@ -87,7 +85,8 @@ class OpenVINOEngine(Engine):
 
     def __init__(self, ov: Any, core: Any, path: Path, device: str, build: BuildOptions) -> None:
         model, file = _read(core, path)
-        if device == "CPU" and file and file.quantized_types and sums_bytes_in_16_bits() and _may_saturate(path):
+        inexact = device == "CPU" and file is not None and bool(file.quantized_types) and sums_bytes_in_16_bits()
+        if inexact and any(map(may_saturate, load_onnx(path, weights=True).graph.initializer)):
             warnings.warn(f"{path.name}: {NO_VNNI}", CompressWarning, stacklevel=4)
         self.metadata = file.metadata if file else {}
         found = _tensors(model.inputs, file.inputs if file else None, where=str(path))
@@ -179,12 +178,6 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
                 external_data_helper.load_external_data_for_model(form, folder)
                 changed = form.SerializeToString()
         return core.read_model(changed or str(path)), file
-
-
-def _may_saturate(path: Path) -> bool:
-    weights = load_onnx(path, weights=True).graph.initializer
-    signed = (numpy_helper.to_array(one) for one in weights if one.data_type == TensorProto.INT8 and len(one.dims) > 1)
-    return any(np.abs(array.astype(np.int16)).max(initial=0) > _EXACT for array in signed)
 
 
 def _tensors(ports: Any, declared: tuple[TensorInfo, ...] | None, *, where: str) -> tuple[TensorInfo, ...]:

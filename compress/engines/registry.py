@@ -19,6 +19,7 @@ from compress.engines.tensorrt import engine as tensorrt_engine
 from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
 from compress.engines.tensorrt.options import OPTIONS as TENSORRT_OPTIONS
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.files import path_of
 from compress.quantization import Target
 
 
@@ -125,7 +126,7 @@ def build_engine(
             known = ", ".join(entry.options) or "none"
             raise EngineError(f"{engine}: unknown option {name!r}{near_misses(name, entry.options)} (options: {known})")
     build = BuildOptions(batch_size=batch_size, threads=threads, precision=precision, options=options)
-    return entry.load(path, build)
+    return entry.load(path_of(path), build)
 
 
 def require_engine(engine: str) -> None:

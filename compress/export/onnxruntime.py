@@ -23,6 +23,7 @@ from compress.onnx_graph import (
     consumed_as,
     each_node,
     made_after,
+    may_saturate,
     opset_of,
     replace_attributes,
     unsigned,
@@ -394,12 +395,24 @@ def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProt
     return _limited(node, "Max", np.array(np.finfo(scale.dtype).min), ("apart", "least"), view)
 
 
+def _beside_wide(weight: str, view: OnnxGraph) -> bool:
+    # Layers compute with activations of 16 bits in float.
+    for reader in view.consumers.get(weight, ()):
+        if reader.op_type in MOVES:
+            return _beside_wide(reader.output[0], view)
+        pairs = [view.dequantizer(name, PASSES) for name in reader.input[:2] if name != weight]
+        points = [view.array(pair.input[2]) for pair in pairs if pair is not None and len(pair.input) > 2]
+        if any(point is not None and point.itemsize == 2 for point in points):
+            return True
+    return False
+
+
 def weights_to_unsigned(model: onnx.ModelProto) -> None:
-    """Change int8 weights (constants of two or more dimensions) that DequantizeLinear reads to uint8, in place."""
+    """Change int8 weights that may saturate (x86 without VNNI) to uint8, in place."""
     view, made = OnnxGraph(model.graph), dict[str, str]()
     for node in model.graph.node:
         weight = view.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if weight is None or weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
+        if weight is None or not may_saturate(weight) or _beside_wide(node.output[0], view):
             continue
         name, scale, *point = node.input
         if {scale, *point} - view.constants.keys():

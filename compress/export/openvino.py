@@ -50,7 +50,7 @@ def warn_of_resizes(proto: onnx.ModelProto) -> None:
 def holds_pairs(node: onnx.NodeProto) -> bool:
     """True for operations that move values, but through which OpenVINO (2026.4) moves no pair."""
     dilated = any(step > 1 for step in attribute(node, "dilations", ()))
-    return node.op_type == "SpaceToDepth" or (node.op_type == "MaxPool" and dilated)
+    return node.op_type in {"SpaceToDepth", "GatherND"} or (node.op_type == "MaxPool" and dilated)
 
 
 @each_node
@@ -207,19 +207,27 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
     return view.rewrite(apart)
 
 
+def axes_from_the_front(proto: onnx.ModelProto) -> None:
+    # OpenVINO (2026.4) reads no Resize of axes that are counted from the end.
+    axes = [(node, attribute(node, "axes", ())) for node in proto.graph.node if node.op_type == "Resize"]
+    negative = [pair for pair in axes if min(pair[1], default=0) < 0]
+    sizes = _sizes(proto) if negative else {}
+    for node, named in negative:
+        if node.input[0] in sizes:
+            replace_attributes(node, axes=[axis % len(sizes[node.input[0]]) for axis in named])
+
+
 def flat_gathers(proto: onnx.ModelProto) -> int:
     """Rewrite every Gather of an activation by a table of indices as one by a row of them, and a Reshape.
 
     Such a Gather (`Tensor.unfold`, indexing with a tensor of two axes) has more axes than its input. OpenVINO moves the
     channel scales before it to its output without the new axes, and refuses the file ("GatherTransformation ...
-    CALLBACK HAS THROWN"). A tensor with two unknown sizes after the axis is left alone; shapes are read from the model.
+    CALLBACK HAS THROWN"). A tensor with two unknown sizes after the axis is left alone.
     """
     view = OnnxGraph(proto.graph)
-    shapes = {
-        value.name: [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
-        for value in (*proto.graph.value_info, *proto.graph.input)
-        if value.type.tensor_type.HasField("shape")
-    }
+    tables = [node for node in proto.graph.node if node.op_type == "Gather" and node.input[0] not in view.constants]
+    sizes = _sizes(proto) if tables else {}
+    shapes = {name: [d.dim_value if d.HasField("dim_value") else -1 for d in dims] for name, dims in sizes.items()}
 
     def flat(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         if node.op_type != "Gather" or node.input[0] in view.constants:
@@ -248,7 +256,8 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
     order where its inverse is needed: below 0 dB unless both are the same. It leaves two in a row alone.
     """
     index = view.array(node.input[1]) if node.op_type == "Gather" and node.input[0] not in view.constants else None
-    order = [] if index is None or index.ndim != 1 else [int(i) % len(index) for i in index]
+    rows: list[int] = [] if index is None or index.ndim != 1 else index.tolist()
+    order = [i + len(rows) if i < 0 else i for i in rows]
     if sorted(order) != [*range(len(order))] or all(order[j] == i for i, j in enumerate(order)):
         return None
     halves = np.empty((2, len(order)), np.int64)
@@ -258,6 +267,7 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
             cycle.append(order[cycle[-1]])
         for place, channel in enumerate(cycle):
             halves[:, channel] = cycle[(1 - place) % len(cycle)], cycle[-place]
+    halves[0] = [rows[order.index(channel)] for channel in halves[0]]  # the axis may be longer than the index
     output, between = node.output[0], view.free(added_tensor(node.output[0], "half"))
     names = [view.add_constant(added_tensor(output, f"order{i}"), half) for i, half in enumerate(halves)]
     node.input[1], node.output[0] = names[0], between

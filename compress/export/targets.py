@@ -26,8 +26,10 @@ from compress.export.onnxruntime import (
     layouts_apart,
     repeat_pairs,
     room_for_biases,
+    weights_to_unsigned,
 )
 from compress.export.openvino import (
+    axes_from_the_front,
     batches_kept,
     bias_shared_convolutions,
     biases_apart,
@@ -45,6 +47,7 @@ from compress.export.openvino import (
     zero_points_into_biases,
 )
 from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
+from compress.support.process import sums_bytes_in_16_bits
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -171,6 +174,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         bias_shared_convolutions(proto)
     if target == "openvino":
         warn_of_resizes(proto)
+        axes_from_the_front(proto)
         products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)
@@ -202,6 +206,8 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         if opset_of(proto) >= AXIS_OPSET:
             floats_apart(proto)
         layouts_apart(proto)
+        if sums_bytes_in_16_bits():
+            weights_to_unsigned(proto)
     if target in {"litert", "qnn"}:
         integer_biases(proto, WEIGHTED_OPS)
     if target in {"dla", "qnn"}:  # which take an operator in integers only between pairs of its own

@@ -561,6 +561,7 @@ ONNX_KINDS = {
     "Slice": "getitem",
     "Gather": "getitem",
     **dict.fromkeys(("ScatterElements", "ScatterND"), "scatter"),
+    "GatherND": "getitem",
     "DepthToSpace": "pixel_shuffle",
     "SpaceToDepth": "pixel_unshuffle",
     "Concat": "concat",

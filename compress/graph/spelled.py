@@ -184,16 +184,24 @@ class MatrixProduct:
 
 
 def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace einsums that are products of two matrices; in place; return the names of the nodes.
+    """Replace einsums that are products of two matrices, or orders of axes; in place; return the names of the nodes.
 
     An einsum that stays has the reason in `node.meta["whole"]`. Shapes are stale afterwards.
     """
     opened = []
     for node in list(graph_module.graph.nodes):
+        if node.target is getattr and node.args[1] == "mT":  # torch.onnx writes it as an Einsum
+            node.op, node.target, node.args = "call_method", "transpose", (node.args[0], -2, -1)
+            opened.append(node.name)
         if node.op != "call_function" or node.target is not torch.einsum:
             continue
         sides = list(node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:])
         ranks = [len(side.meta.get("shape") or ()) if isinstance(side, fx.Node) else 0 for side in sides]
+        order = axis_order(str(node.args[0]), ranks)
+        if order is not None:
+            node.op, node.target, node.args = "call_method", "permute", (*sides, *order)
+            opened.append(node.name)
+            continue
         fixed = [is_constant(side) for side in sides]
         found = oriented_product(str(node.args[0]), ranks, fixed)
         if found is None:
@@ -247,11 +255,17 @@ def oriented_product(equation: str, ranks: list[int], fixed: list[bool]) -> tupl
     return None if product is None else (product, swapped)
 
 
+def axis_order(equation: str, ranks: list[int]) -> tuple[int, ...] | None:
+    written = _without_ellipsis(equation.replace(" ", ""), ranks) if len(ranks) == 1 else None
+    axes, _, result = (written or "").partition("->")
+    return tuple(map(axes.index, result)) if axes and sorted(axes) == sorted({*result}) == sorted(result) else None
+
+
 def _without_ellipsis(equation: str, ranks: list[int]) -> str | None:
     """Write an ellipsis as letters, and the result where it is left out; None if a rank would have to be known."""
     sides, arrow, result = equation.partition("->")
     operands = sides.split(",")
-    if len(operands) != 2:
+    if len(operands) != len(ranks):
         return None
     if not arrow:
         once = sorted(letter for letter in {*sides} - {*",."} if sides.count(letter) == 1)

@@ -23,7 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor
 
 from compress.errors import ExportError
-from compress.files import replacing
+from compress.files import path_of, replacing
 from compress.graph.ops import onnx_operators
 from compress.graph.spelled import AT
 
@@ -54,7 +54,7 @@ _UNMARKED = (".tflite", ".pte")  # hold no mark of who wrote them
 @contextlib.contextmanager
 def replacing_model(path: Path | str) -> Iterator[Path]:
     """`replacing`, but of no file of another program and of no weights of an ONNX file beside it (ExportError)."""
-    path = Path(path)
+    path = path_of(path)
     content = path.read_bytes() if path.suffix not in _UNMARKED and path.is_file() else b""
     for other in sorted(path.parent.glob("*.onnx")) if path.is_file() else ():
         if other == path or not other.is_file() or path.name.encode() not in other.read_bytes():
@@ -419,6 +419,24 @@ def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
             if attribute.HasField("g"):
                 yield attribute.g
             yield from attribute.graphs
+
+
+def lacks(model: onnx.ModelProto) -> str:
+    parts = {"IR version": model.ir_version, "opset import": model.opset_import, "output": model.graph.output}
+    missing = " and ".join(f"no {name}" for name, found in parts.items() if not found)
+    kind = "not a whole ONNX model" if model.graph.output else "not an ONNX model, or a truncated one"
+    return missing and f"{kind} (it has {missing}); export it again"
+
+
+# Largest weight with which two products of bytes fit into 16 bits: 2 * 255 * 64 < 2**15.
+_EXACT = 64
+
+
+def may_saturate(weight: onnx.TensorProto) -> bool:
+    """True if sums of two products of an int8 weight may not fit into 16 bits."""
+    if weight.data_type != TensorProto.INT8 or len(weight.dims) < 2:
+        return False
+    return bool(np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0) > _EXACT)
 
 
 def unsigned(view: OnnxGraph, name: str, made: dict[str, str]) -> str:

@@ -32,7 +32,7 @@ from compress.errors import QuantizationError
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
-from compress.graph.spelled import Axes, oriented_product
+from compress.graph.spelled import Axes, axis_order, oriented_product
 from compress.onnx_graph import (
     attribute,
     constant_tensor,
@@ -204,7 +204,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _read_small(source)
     notes += open_fused(source)
     for rewrite, text in (
-        (open_einsums, "{} Einsum operations that are products of two matrices are written as MatMul"),
+        (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
         (plain_gemms, "the factors, transposed inputs and sums of {} Gemm operations are written apart"),
         (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
@@ -249,7 +249,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def open_einsums(source: SourceFile) -> int:
-    """Write each Einsum that is a product of two matrices as a MatMul, in place; return their number."""
+    """Write Einsums that are products of two matrices as MatMul, orders of axes as Transpose; return their number."""
     index = Index(source)
     kinds = _kinds(source) if any(node.op_type == "Einsum" for node in index.graph.node) else {}
     ranks = {name: len(kind.shape.dim) for name, kind in kinds.items() if kind.HasField("shape")}
@@ -258,8 +258,11 @@ def open_einsums(source: SourceFile) -> int:
         if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx"):
             return None
         fixed = [name in index.unchanging for name in node.input]
-        equation = attribute(node, "equation", b"").decode()
-        found = oriented_product(equation, [ranks.get(name, 0) for name in node.input], fixed)
+        equation, known = attribute(node, "equation", b"").decode(), [ranks.get(name, 0) for name in node.input]
+        turned = axis_order(equation, known)
+        if turned is not None:
+            return [helper.make_node("Transpose", node.input, node.output, name=node.name, perm=turned)]
+        found = oriented_product(equation, known, fixed)
         if found is None:
             return None
         product, swapped = found

@@ -38,6 +38,7 @@ from compress.engines.base import (
     shape_text,
 )
 from compress.errors import AuditError, CalibrationError, DataError, EngineError, QuantizationError, near_misses
+from compress.files import path_of
 from compress.graph.inputs import batch_inputs
 from compress.onnx_graph import (
     RANDOM,
@@ -49,6 +50,7 @@ from compress.onnx_graph import (
     graphs_of,
     inferred_graph,
     inputs_of,
+    lacks,
     opset_of,
     sort_nodes,
     subgraphs,
@@ -144,7 +146,7 @@ class SourceFile:
 
 def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path | str] = ()) -> SourceFile:
     """Read a float ONNX file; `quantized`: or one that is quantized; `ops`: libraries of its own operators."""
-    path, libraries = Path(path), tuple(map(Path, ops))
+    path, libraries = path_of(path), tuple(map(Path, ops))
     for library in libraries:
         if not library.is_file():
             raise QuantizationError(f"{library}: no such file; ops takes libraries for ONNX Runtime, such as lib.so")
@@ -152,8 +154,8 @@ def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path
         proto = load_onnx(path)
     except EngineError as error:
         raise AuditError(str(error)) from error
-    if not (proto.ir_version and proto.opset_import and proto.graph.node and proto.graph.output):
-        raise AuditError(f"{path}: not an ONNX model, or a truncated or empty one; export it again")
+    if missing := lacks(proto) or ("" if proto.graph.node else "it has no node; export it again"):
+        raise AuditError(f"{path}: {missing}")
     notes = _mend(path, proto)
     opset = opset_of(proto)
     if not OLDEST <= opset <= NEWEST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import shutil
@@ -13,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from compress.data.base import Preprocessing
-from compress.data.decode import open_image, pixels_of, preprocessed, read_image, rgb
+from compress.data.decode import pixels_of, preprocessed, read_image
 from compress.data.folder import pictures_in
 from compress.engines.base import Engine, TensorInfo, read_onnx
 from compress.engines.registry import suits
 from compress.errors import DataError, RunError, near_misses
 from compress.export.names import PREPROCESSING_KEY
-from compress.files import read_regular, replacing, write_text
+from compress.files import replacing, write_text
 from compress.pipeline.run import recipe_of
 from compress.pipeline.saved import chosen_variant, networks_of, run_without_data
 from compress.support.limits import IMAGE_PIXELS
@@ -227,13 +226,8 @@ def read_picture(
     path: Path, preprocessing: Preprocessing, *, cropped: bool = True, max_pixels: int = IMAGE_PIXELS
 ) -> Tensor:
     """Read an image as evaluation does, (channels, height, width) uint8; squashed if not `cropped`."""
-    try:
-        with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:
-            return preprocessed(rgb(image), preprocessing if cropped else replace(preprocessing, resize="squash"))
-    except UnidentifiedImageError:
-        raise DataError(f"{path} cannot be read as an image: its bytes are of no format that Pillow knows") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}") from None
+    image = read_image(path, max_pixels=max_pixels)
+    return preprocessed(image, preprocessing if cropped else replace(preprocessing, resize="squash"))
 
 
 def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, seen: Any, name: Path) -> Prediction:

@@ -402,8 +402,14 @@ def test_single_pictures_keep_to_it(tmp_path):
     path.write_bytes(encoded())
     for form in (Preprocessing(image_size=8), Preprocessing(image_size=8, resize="squash")):
         assert read_picture(path, form, max_pixels=WIDTH * HEIGHT).shape == (3, 8, 8)
-        with pytest.raises(DataError, match=r"a\.png cannot be read as an image: it has 60 x 40 pixels"):
+        with pytest.raises(DataError, match=r"a\.png is not a readable image .*60 x 40 pixels"):
             read_picture(path, form, max_pixels=WIDTH * HEIGHT - 1)
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    start, _, last = path.read_bytes().rpartition(b"IDAT")  # the second part of the pixels, or a later one
+    path.write_bytes(start + b"\xcfKO\xec" + last)
+    with pytest.raises(DataError, match=r"a\.png is not a readable image .*broken PNG"):
+        read_picture(path, Preprocessing(image_size=8))
     assert len(decode([encoded()], max_pixels=WIDTH * HEIGHT)) == 1
     with pytest.raises(DataError, match="image 7 is not a readable image .*60 x 40 pixels"):
         decode([encoded()], first=7, max_pixels=WIDTH * HEIGHT - 1)

@@ -8,9 +8,11 @@ import warnings
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+import compress
 from compress import CompressWarning, build_engine
 from compress.engines import onnxruntime as engine_of_onnx_runtime
 from compress.engines import openvino as engine_of_openvino
@@ -229,6 +231,33 @@ def test_bad_files_are_refused_by_name(tmp_path, name, damage):
         path.write_bytes({"empty": b"", "text": b"not a model", "truncated": whole[: len(whole) // 2]}[damage])
     with pytest.raises(EngineError, match="model.onnx"):
         build_engine(path, name)
+
+
+@both
+def test_a_model_in_the_place_of_a_file_is_refused(name):
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    for call in (
+        lambda: build_engine(model, name),
+        lambda: compress.audit_onnx(model),
+        lambda: compress.audit_engine(model),
+        lambda: compress.check_onnx(model, "q.onnx", x, target=name),
+        lambda: compress.quantize_onnx(model, [x]),
+        lambda: compress.from_onnx(None),
+        lambda: compress.load(model),
+        lambda: compress.export_onnx(model, x, model),
+    ):
+        with pytest.raises(compress.CompressError, match=r"a (Linear|NoneType) was given where a path is wanted"):
+            call()
+
+
+@pytest.mark.parametrize("part", ["opset import", "IR version"])
+def test_a_file_that_lacks_a_part_is_refused_by_its_name(tmp_path, part):
+    model = onnx.load(classifier(tmp_path / "m.onnx"))
+    model.ClearField("opset_import" if part == "opset import" else "ir_version")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    for read in (lambda p: build_engine(p, "openvino"), compress.from_onnx):
+        with pytest.raises(compress.CompressError, match=rf"m\.onnx: not a whole ONNX model \(it has no {part}\)"):
+            read(tmp_path / "m.onnx")
 
 
 @both

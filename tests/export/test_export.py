@@ -28,14 +28,15 @@ import compress
 from compress.data.base import Preprocessing
 from compress.detection import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
-from compress.export import names
+from compress.export import names, targets
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
 from compress.export.onnx import looked_up_once, prepare, quiet
 from compress.export.openvino import batches_kept
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization import TARGETS
-from tests.exact import open_session
+from compress.quantization.sensitivity import sqnr
+from tests.exact import WEIGHTS, compute, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, network
 from tests.tiny_detectors import FAMILIES, SIZE
@@ -648,6 +649,73 @@ def test_windows_over_the_edge_are_averaged_on_onnx_runtime_as_in_torch(window, 
     with compress.build_engine(path, "onnxruntime", batch_size=4) as engine, torch.no_grad():
         got, wanted = torch.from_numpy(engine.run({"input": images.numpy()})["logits"]), qmodel(images)
     assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
+
+
+@pytest.mark.parametrize(("vnni", "bits"), [(True, 8), (False, 7), (False, 8)])
+def test_onnx_runtime_is_exact_in_any_session_without_vnni(vnni, bits, tmp_path, monkeypatch):
+    # The session is a stranger's, with no option set; unsigned weights are slower, and only where sums saturate.
+    def run(net, x):
+        y = net.pool(F.relu(net.group(net.conv(x) + 1)))
+        return net.fc(y.flatten(1)) @ net.w
+
+    w, layers = nn.Parameter(torch.rand(10, 8)), {"conv": nn.Conv2d(3, 16, 3), "group": nn.Conv2d(16, 32, 3, groups=2)}
+    model = Net(run, w=w, pool=nn.AvgPool2d(3), fc=nn.Linear(128, 10), **layers).eval()
+    for layer in (model.conv, model.group, model.fc):
+        layer.weight.data.abs_()  # two products of one sign saturate
+    x = torch.rand(4, 3, 10, 10)
+    spec = compress.QuantSpec(target="onnxruntime", weights=compress.WeightSpec(num_bits=bits), bias_correction=None)
+    monkeypatch.setattr(targets, "sums_bytes_in_16_bits", lambda: not vnni)
+    qmodel = compress.quantize(model, x, [x], spec=spec)
+    paths = [compress.export_onnx(qmodel, x, tmp_path / "torch.onnx")]
+    paths.append(compress.quantize_onnx(compress.export_onnx(model, x, tmp_path / "float.onnx"), [x], spec=spec))
+    for path in paths:
+        weights = [one for one in onnx.load(path).graph.initializer if len(one.dims) > 1 and one.data_type < 4]
+        assert {(one.data_type, len(weights)) for one in weights} == {(3 if vnni or bits == 7 else 2, 4)}
+        assert compress.audit_onnx(path).int8_share == 1
+        if not vnni:
+            (got,) = onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
+            assert sqnr(model(x).detach(), torch.from_numpy(got)) > 30
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda x: x.mT, lambda x: torch.einsum("b i j->bji", x), lambda x: torch.einsum("...ij", x).mT]
+)
+def test_axes_in_another_order_keep_layers_in_integers(turned, tmp_path):
+    # torch.onnx writes .mT as an Einsum, through which no engine takes a pair.
+    def run(net, x):
+        return turned(net.fc(turned(net.conv(x).relu().flatten(2)))).sum(1)
+
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 4)).eval(), torch.rand(2, 3, 8, 8)
+    spec = compress.QuantSpec(target="onnxruntime")
+    paths = [compress.export_onnx(compress.quantize(model, x, [x], spec=spec), x, tmp_path / "torch.onnx")]
+    paths.append(compress.quantize_onnx(compress.export_onnx(model, x, tmp_path / "float.onnx"), [x], spec=spec))
+    for path in paths:
+        assert "Einsum" not in {node.op_type for node in onnx.load(path).graph.node}
+        assert compress.audit_onnx(path).int8_share == 1
+        assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 30
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("rows", ["mask", "pairs"])
+def test_layers_after_rows_by_several_indices_are_in_integers(rows, target, tmp_path):
+    # A GatherND, through which neither engine takes a pair.
+    def run(net, x):
+        x = net.conv(x).relu().flatten(2).transpose(1, 2)
+        x = x[x.mean(-1) > 0] if rows == "mask" else x[torch.arange(len(x))[:, None], torch.tensor([[0, 7]])]
+        return net.fc(x)
+
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 4)).eval(), torch.rand(2, 3, 8, 8)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
+    path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
+    assert compress.audit_onnx(path).int8_share == 1
+    with compress.build_engine(path, target, precision="f32", profile="yes") as engine:
+        (got,) = engine.run({"input": x.numpy()}).values()
+        ran = [
+            one.precision
+            for one in engine.runtime_layers()
+            if one.kind in {"QGemm", "MatMulIntegerToFloat", "FullyConnected"}
+        ]
+    assert ran == ["u8"] and sqnr(qmodel(x).detach(), torch.from_numpy(got)) > 40
 
 
 def test_averages_keep_their_divisor(tmp_path):

@@ -109,9 +109,18 @@ def ordered(order):
     return Net(lambda net, x: net.b(net.a(x).relu()[:, order]), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3))
 
 
+def rows_of(order):
+    # Rows of tokens, of which there are more than indices.
+    return Net(lambda net, x: net.b(net.a(x).relu().flatten(2).mT[:, order]), a=nn.Conv2d(3, 8, 3), b=nn.Linear(8, 4))
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
+        *(
+            pytest.param(lambda o=order: rows_of(o), "fp32", "openvino", id=f"rows {order}")
+            for order in ([0, 3, 6, 9, 12], [-1, -3, -2, -4], [1, -3, 0])
+        ),
         *(
             pytest.param(
                 lambda o=order: ordered(o),
@@ -564,6 +573,26 @@ def test_onnxruntime_runs_what_stands_between_int8_convolutions(case, tmp_path):
     assert sqnr(expected, found) > 25
     with compress.build_engine(made, "onnxruntime", profile="yes") as engine:
         assert sum(layer.kind == "QLinearConv" for layer in engine.runtime_layers()) == 3
+
+
+@pytest.mark.parametrize("between", [BETWEEN["axes_nearest"], ("Gather", {"axis": 2}, [np.array([[0, 1], [2, 3]])])])
+def test_openvino_reads_what_stands_between_int8_convolutions(between, tmp_path):
+    path, images = _between(tmp_path, *between), np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype("f")
+    if between[0] == "Gather":  # with one axis more, which the Reshape takes away
+        model = onnx.load(path)
+        (node,) = (node for node in model.graph.node if node.op_type == "Gather")
+        node.output[0] = "table"
+        shape = onnx.numpy_helper.from_array(np.array([0, 8, 4, 8]), "four")
+        model.graph.initializer.append(shape)
+        model.graph.node.insert(2, helper.make_node("Reshape", ["table", "four"], ["b"], name="flat"))
+        onnx.save(model, path)
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    made = compress.quantize_onnx(path, [images], spec=spec, out=tmp_path / "int8.onnx")
+    with compress.build_engine(made, "openvino", precision="f32") as engine:
+        (found,) = engine.run({"x": images}).values()
+    assert sqnr(torch.from_numpy(compute(path, images)), torch.from_numpy(found)) > 25
+    types = layer_types(openvino.Core().compile_model(made, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    assert len(types) == 3 and set(types) <= {"u8", "i8"}
 
 
 def test_onnxruntime_runs_a_smaller_bicubic_image_of_torch(tmp_path):

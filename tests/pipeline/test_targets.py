@@ -173,7 +173,7 @@ def test_predict_names_the_classes_of_pictures(finished, tmp_path):
     assert right >= 4 and all(len(one.classes) == 5 and sum(s for _, s in one.classes) <= 1.001 for one in found)
     (tmp_path / "no.png").write_bytes(b"no picture")
     for bad in ("no.png", "absent.png"):
-        with pytest.raises(DataError, match=f"{bad} cannot be read as an image"):
+        with pytest.raises(DataError, match=f"{bad} is not a readable image"):
             predict(finished, [tmp_path / bad])
 
 

@@ -291,6 +291,19 @@ def test_weights_that_the_file_quantizes_itself_are_integers(tmp_path, per_chann
     check(path, b.x)
 
 
+def test_nodes_in_any_order_and_of_one_name(tmp_path):
+    b = Builder((2, 3, 7, 6))
+    path = b.save(tmp_path / "m.onnx", residual_block(b, rounded=False))
+    model = onnx.load(path)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(model.graph.node)]
+    for node in nodes:
+        node.name = "n"
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, path)
+    assert kinds(path)[1:-1] == ["Convolution"] * 3
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +321,21 @@ def test_other_types_of_quantization_are_refused(tmp_path):
     )
     onnx.save(model, str(tmp_path / "m.onnx"))
     with pytest.raises(EngineError, match="wide: it quantizes to int16.*INT8"):
+        make_plan(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [("type", "weights cannot be read"), ("shape", "weights cannot be read"), ("string", "'input' is of type")],
+)
+def test_broken_tensors_and_strings_are_refused(tmp_path, change, match):
+    value = [helper.make_tensor_value_info(n, 8 if change == "string" else 1, [4]) for n in ("input", "y")]
+    constant = numpy_helper.from_array(np.ones(4, np.float32), "c")
+    if change != "string":
+        constant.MergeFrom(onnx.TensorProto(data_type=77) if change == "type" else onnx.TensorProto(dims=[3]))
+    graph = helper.make_graph([helper.make_node("Add", ["input", "c"], ["y"])], "g", value[:1], value[1:], [constant])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
+    with pytest.raises(EngineError, match=match):
         make_plan(tmp_path / "m.onnx")
 
 

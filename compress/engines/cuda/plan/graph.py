@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.engines.base import OnnxFile, library_errors, read_onnx, shape_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host, pads_of
 from compress.errors import EngineError
-from compress.onnx_graph import opset_of
+from compress.onnx_graph import free_name, opset_of, sort_nodes
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
@@ -78,14 +78,16 @@ def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = Non
     outside = read_onnx(path)
     with library_errors(EngineError, f"{path}: its weights cannot be read (", ")"):
         proto = onnx.load(str(outside.path))
+        initializers = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    sort_nodes(proto.graph)
     shapes = _input_shapes(outside, sizes or {}, batch_size)
     nodes = tuple(_nodes(proto, path))
-    known: dict[str, Tensor] = {}
-    for tensor in proto.graph.initializer:
-        known[tensor.name] = _tensor(numpy_helper.to_array(tensor))
-    values: dict[str, Tensor] = dict(known)
+    values: dict[str, Tensor] = {name: _tensor(array) for name, array in initializers.items()}
     for info in outside.inputs:
-        values[info.name] = torch.empty(shapes[info.name], dtype=getattr(torch, info.dtype), device="meta")
+        dtype = getattr(torch, info.dtype, None)
+        if dtype is None:
+            raise EngineError(f"{path}: input {info.name!r} is of type {info.dtype}; run the file with 'onnxruntime'")
+        values[info.name] = torch.empty(shapes[info.name], dtype=dtype, device="meta")
     kept = _infer(nodes, values, path)
     missing = [value.name for value in proto.graph.output if value.name not in values]
     if missing:
@@ -185,7 +187,7 @@ def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_s
 
 def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
     softmax_axis = 1 if opset_of(proto) < 13 else -1
-    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    types, taken = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}, set[str]()
     for node in proto.graph.node:
         if node.domain not in _DOMAINS:
             raise EngineError(
@@ -204,12 +206,11 @@ def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
         if node.op_type == "Split":
             attributes["outputs"] = len(node.output)
         name = node.name or node.output[0]
-        outputs = tuple(node.output)
         yield Node(
             op=node.op_type,
-            name=name,
+            name=free_name(name, taken),
             inputs=tuple(node.input),
-            outputs=outputs,
+            outputs=tuple(node.output),
             attributes=attributes,
             origins=(name,),
         )
