@@ -167,8 +167,19 @@ def fuse_for_training(
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
     fused = ReportedModule(fused, graph)
+    _share_registers(fused, qmodel)
     attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains), for_training=True))
     return fused
+
+
+def _share_registers(fused: nn.Module, qmodel: nn.Module) -> None:
+    # Who replaces a parameter of the fused graph, as FSDP2 does, replaces it in `qmodel`, which is optimized and saved.
+    owners = {id(p): module for module in qmodel.modules() for p in module.parameters(recurse=False)}
+    for module in fused.modules():
+        own = module._parameters
+        registers = [getattr(owners.get(id(p)), "_parameters", {}) for p in own.values() if p is not None]
+        if registers and all(registers[0].get(name) is p for name, p in own.items() if p is not None):
+            module._parameters = registers[0]
 
 
 def is_fusible(model: nn.Module) -> bool:

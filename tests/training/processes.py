@@ -277,12 +277,24 @@ def dying_member(environment, end):
     fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
+class Tokens(nn.Module):
+    # A parameter of the whole network and a layer norm: the fused graph has no layer that holds them.
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.LayerNorm(4), nn.Linear(64, CLASSES)
+        self.position = nn.Parameter(0.1 * torch.randn(16, 4))
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.norm(nn.functional.gelu(tokens)).flatten(1))
+
+
 def sharded_member(folder, environment):
     # Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own.
     processes = init_processes("cpu", environment=environment)
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES
-    start = compress.quantize(smooth().eval(), x[:2], [x])
+    start = compress.quantize(Tokens().eval(), x[:2], [x])
     for fused in (False, True):
         qmodel = copy.deepcopy(start).train()
         run = compress.fuse_for_training(qmodel) if fused else qmodel
@@ -291,14 +303,14 @@ def sharded_member(folder, environment):
             for layer in [] if fused else [m for m in qmodel.children() if next(m.parameters(), None) is not None]:
                 fully_shard(layer, mesh=mesh)
             fully_shard(run, mesh=mesh)
-        optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.1, momentum=0.9)
         for _ in range(4):
             part = slice(processes.rank, None, processes.world_size)
             nn.functional.cross_entropy(run(x[part]), y[part]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in run.named_parameters()}
-        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in run.parameters())
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in qmodel.named_parameters()}
+        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in qmodel.parameters())
         path = folder / f"{'fused' if fused else 'plain'}-{processes.world_size}-{processes.rank}.safetensors"
         save_file({**{n: p.contiguous() for n, p in whole.items()}, "held": torch.tensor(held)}, path)
     processes.close()
