@@ -32,6 +32,7 @@ from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files
 from compress.measure.machine import describe_machine
 from compress.pipeline.studies.tune import LEAST_GAIN
+from compress.quantization import Target
 from compress.support.process import core_count
 
 # Networks with most groups of layers first: they take longest.
@@ -63,6 +64,7 @@ TEXT = "Invoice 4711 of May 2026: total 1,208.50 EUR, thank you"
 # Least dB to float: noise grows through random weights, so that rules' files have little more there.
 FLOORS = {"random": 10.0, "real": 15.0}
 CALIBRATED, TUNED = 40, 32  # photographs for calibration and for tune's floor; the rest are for the second one
+TARGETS: dict[str, Target] = {"onnxruntime": "onnxruntime", "openvino": "openvino", "cuda": "tensorrt"}
 CUDA = (
     *("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "regnet_y_400mf", "vit_b_32"),
     *("densenet121", "convnext_tiny", "swin_t", "efficientnet_lite0", "ch_PP-OCRv4_det_infer"),
@@ -87,12 +89,14 @@ def _network(name: str) -> nn.Module:
     if name in TIMM:
         import timm  # optional: an extra of the package
 
-        return timm.create_model(name)
+        made = timm.create_model(name)
+        assert isinstance(made, nn.Module)
+        return made
     extra: Row = {"aux_logits": False, "init_weights": True} if name in ("inception_v3", "googlenet") else {}
     if name in (*BACKBONES, *SEGMENTATION):
         extra = {"weights_backbone": None}
     found: nn.Module = torchvision.models.get_model(name, weights=None, **extra)
-    return found.backbone if name in BACKBONES else found
+    return found.get_submodule("backbone") if name in BACKBONES else found
 
 
 def photographs_of(name: str, folder: Path) -> NDArray[np.float32]:
@@ -125,7 +129,7 @@ def study(name: str, engine: str, minutes: float, images: Path, files: Path | No
         weights = "real" if files and path.parent == files else "random"
         batches = list(torch.from_numpy(data[: CALIBRATED + TUNED]).split(8))
         begun, count = time.monotonic(), CALIBRATED // 8
-        spec = compress.QuantSpec(target="tensorrt" if engine == "cuda" else engine)
+        spec = compress.QuantSpec(target=TARGETS[engine])
         floor = FLOORS[weights]
         found = compress.tune(path, batches[:count], out=Path(folder) / "q.onnx", images=batches[count:], spec=spec,
                               engine=engine, minutes=minutes, sqnr_db=floor)  # fmt: skip

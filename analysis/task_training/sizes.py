@@ -86,14 +86,16 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
     data, device = compress.load_data(recipe.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = task_of(recipe, data)
     model = compress.build_model(recipe.model, num_classes=len(data.val.labels), task=recipe.task).to(device).train()
-    model.to(memory_format=torch.channels_last)
+    deep = any(parameter.ndim == 5 for parameter in model.parameters())  # of Conv3d
+    layout = torch.contiguous_format if deep else torch.channels_last
+    model.to(memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     plan = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True)
     skipped = min(_SKIPPED, (steps := min(_SKIPPED + _TIMED, data.train.steps(plan))) // 3)
     start = time.monotonic()
     for step, (images, targets) in enumerate(islice(data.train.batches(plan, device=device), steps)):
         with autocast(device, recipe.train.precision):
-            outputs = model(images.contiguous(memory_format=torch.channels_last))
+            outputs = model(images.contiguous(memory_format=layout))
         task.loss(outputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()

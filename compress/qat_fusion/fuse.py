@@ -166,13 +166,12 @@ def fuse_for_training(
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
-    fused = ReportedModule(fused, graph)
-    _share_registers(fused, qmodel)
+    fused = _sharing_registers(ReportedModule(fused, graph), qmodel)
     attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains), for_training=True))
     return fused
 
 
-def _share_registers(fused: nn.Module, qmodel: nn.Module) -> None:
+def _sharing_registers(fused: fx.GraphModule, qmodel: nn.Module) -> fx.GraphModule:
     # Who replaces a parameter of the fused graph, as FSDP2 does, replaces it in `qmodel`, which is optimized and saved.
     owners = {id(p): module for module in qmodel.modules() for p in module.parameters(recurse=False)}
     for module in fused.modules():
@@ -180,6 +179,7 @@ def _share_registers(fused: nn.Module, qmodel: nn.Module) -> None:
         registers = [getattr(owners.get(id(p)), "_parameters", {}) for p in own.values() if p is not None]
         if registers and all(registers[0].get(name) is p for name, p in own.items() if p is not None):
             module._parameters = registers[0]
+    return fused
 
 
 def is_fusible(model: nn.Module) -> bool:
