@@ -139,8 +139,8 @@ def _trained(asked: argparse.Namespace) -> Iterator[Row]:
             free.put(gpu)
 
     with ThreadPoolExecutor(torch.cuda.device_count()) as pool:
-        asked_rows = [pool.submit(row, "train", name) for name in asked.families]
-        for done in as_completed([*asked_rows, *(pool.submit(row, "curves", name) for name in asked.curves)]):
+        jobs = [("train", name) for name in asked.families] + [("curves", name) for name in asked.curves]
+        for done in as_completed([pool.submit(row, *job) for job in jobs]):
             yield done.result()
 
 
@@ -196,14 +196,13 @@ def _curves(name: str, asked: argparse.Namespace) -> None:
         net = copy.deepcopy(qmodel).train()
         for parameter in net.parameters() if "nudged" in way else ():
             parameter.data *= 1 + _NUDGE * torch.randn_like(parameter)
-        run = net if way in {"plain", "nudged", "nudged again"} else compress.fuse_for_training(net)
+        run = compress.fuse_for_training(net) if way in {"eager", "recorded"} else net
         values = _trained_on(batches[-_STEPS:], net, run, 1e-4, recorded=way == "recorded")
         losses[way] = torch.stack(values).view(-1, _POINT).mean(1)
     far = {way: float((curve - losses["plain"]).abs().mean()) for way, curve in losses.items() if way != "plain"}
     noise = max(far["nudged"], far["nudged again"])
-    text = f"losses from {float(losses['plain'][0]):.3f} to " + ", ".join(
-        f"{w} {float(c[-1]):.3f}" for w, c in losses.items()
-    )
+    last = ", ".join(f"{way} {float(curve[-1]):.3f}" for way, curve in losses.items())
+    text = f"losses from {float(losses['plain'][0]):.3f} to {last}"
     text += "; distance from plain " + ", ".join(f"{way} {value:.4f}" for way, value in far.items())
     print(json.dumps([text, max(far["eager"], far["recorded"]) <= _NOISE * noise]))
 
@@ -217,7 +216,7 @@ def _trained_on(
     recorded: bool,
 ) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    step, losses = _stepper(model, call, recorded=recorded), []
+    step, losses = _step_of(model, call, recorded=recorded), []
     for x, y in batches:
         losses.append(step(x, y).clone())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -374,7 +373,7 @@ def _files(folder: str, asked: argparse.Namespace) -> None:
 Step = tuple[list[float], float, int]
 
 
-def _stepper(
+def _step_of(
     model: nn.Module, call: Callable[[Tensor], Tensor], *, recorded: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -391,7 +390,7 @@ def _stepper(
 
 def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, recorded: bool) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
-    step = _stepper(model, call, recorded=recorded)
+    step = _step_of(model, call, recorded=recorded)
     torch.cuda.reset_peak_memory_stats()
     losses, start = [], 0.0
     for index in range(16):

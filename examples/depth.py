@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.drawn import Pairs, Ratios, splits
+from examples.drawn import Pairs, Ratios, block, splits
 
 SIDE, FARTHEST, RADIUS, BALLS = 64, 20.0, 0.5, 6
 """Pixels of a side; metres: the largest distance, and a ball's radius."""
@@ -56,16 +56,8 @@ def data(spec: Any) -> tuple[Pairs, Pairs]:
     return splits(scenes, spec.train_images or 1024, spec.val_images or 256)
 
 
-def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Return two convolutions with BatchNorm and ReLU."""
-    layers: list[nn.Module] = []
-    for channels, step in ((inputs, stride), (outputs, 1)):
-        layers += [nn.Conv2d(channels, outputs, 3, step, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
 class Depth(nn.Module):
-    """An encoder, and a decoder that enlarges by two and joins what the encoder saw (Ronneberger et al., 1505.04597).
+    """A U-Net: the decoder upsamples by two and concatenates the encoder's features (Ronneberger et al., 1505.04597).
 
     Args:
         width: channels of the first stage.

@@ -1,6 +1,6 @@
-"""What the examples that draw their data share: splits in memory, and a metric that knows each image's part of it.
+"""Shared by the examples that draw their data: splits in memory, a block of convolutions, and a base class of metrics.
 
-From those parts a run computes the metric's paired 95 % intervals (intervals.json): `values` is all that it needs.
+The metrics keep what each image contributes, from which a run computes paired 95 % intervals (intervals.json).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 AT_ONCE = 256
 """Examples that are drawn together."""
@@ -28,6 +28,14 @@ def splits(draw: Callable[[int, int], tuple[Tensor, Tensor]], train: int, val: i
         return [pair for part in parts for pair in zip(*part, strict=True)]
 
     return split(train, 0), split(val, 1_000_000)
+
+
+def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    """Return two convolutions with BatchNorm and ReLU."""
+    layers: list[nn.Module] = []
+    for channels, step in ((inputs, stride), (outputs, 1)):
+        layers += [nn.Conv2d(channels, outputs, 3, step, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 class Ratios:

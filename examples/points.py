@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.drawn import Pairs, Ratios, splits
+from examples.drawn import Pairs, Ratios, block, splits
 
 POINTS, CELLS, METRES = 1024, 32, 16.0
 """Points of an example, cells of the map's side, and the map's half side in metres."""
@@ -58,14 +58,6 @@ def scans(count: int, seed: int, objects: int = 9, each: int = 72) -> tuple[Tens
 def data(spec: Any) -> tuple[Pairs, Pairs]:
     """Return training and evaluation examples; `spec` is the recipe's section `data`."""
     return splits(scans, spec.train_images or 1024, spec.val_images or 256)
-
-
-def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Return two convolutions with BatchNorm and ReLU."""
-    layers: list[nn.Module] = []
-    for channels, step in ((inputs, stride), (outputs, 1)):
-        layers += [nn.Conv2d(channels, outputs, 3, step, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
 
 
 class Pillars(nn.Module):

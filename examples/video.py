@@ -1,4 +1,4 @@
-"""What a shape does in a short clip (recipes/video.yaml), by convolutions over time and space.
+"""A classifier of the motion of a shape in a short clip (recipes/video.yaml), with 3-D convolutions.
 
 A clip is an image whose channels are its eight grey frames. Motion alone tells its class: shape, size, angle, place
 and colours are drawn alike for all classes, so that a single frame says nothing. Data of one's own: clips

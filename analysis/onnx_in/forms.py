@@ -103,15 +103,20 @@ def _given(path: Path, _: Path) -> Path:
 
 
 def _network(name: str) -> nn.Module:
+    model = random_network(name, **({"img_size": 64} if name == "vit_tiny_patch16_224" else {}))
+    return with_statistics(model, nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3)
+
+
+def random_network(name: str, **options: Any) -> nn.Module:
+    """A network of torchvision, else of timm, with random weights."""
     torch.manual_seed(0)
-    if name in TIMM:
+    if name in torchvision.models.list_models():
+        model: nn.Module = torchvision.models.get_model(name, **options)
+    else:
         import timm  # optional: an extra of the package
 
-        options: dict[str, Any] = {"img_size": 64} if name.startswith("vit") else {}
-        model: nn.Module = timm.create_model(name, **options)
-    else:
-        model = torchvision.models.get_model(name)
-    return with_statistics(model, nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3)
+        model = timm.create_model(name, **options)
+    return model
 
 
 def with_statistics(model: nn.Module, x: torch.Tensor) -> nn.Module:

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 import compress
 from analysis.common.study import Row, append_row, command_line, listed, read_rows, software, study_parser, table
-from analysis.onnx_in.forms import with_statistics, write_dynamo, write_older
+from analysis.onnx_in.forms import random_network, with_statistics, write_dynamo, write_older
 from compress.engines.base import read_onnx
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files
 from compress.measure.machine import describe_machine
+from compress.measure.parity import sqnr_db
 from compress.pipeline.studies.tune import LEAST_GAIN
 from compress.quantization import Target
 from compress.support.process import core_count
@@ -79,23 +79,16 @@ def names(files: Path | None) -> list[str]:
 def float_file(name: str, photographs: NDArray[np.float32], files: Path | None, folder: Path) -> Path:
     if files and (files / f"{name}.onnx").is_file():
         return files / f"{name}.onnx"
-    torch.manual_seed(0)
     model = with_statistics(_network(name), torch.from_numpy(photographs[:8]))
     write = write_dynamo if name in DYNAMO else write_older
     return write(model, torch.from_numpy(photographs[:2]), folder / f"{name}.onnx")
 
 
 def _network(name: str) -> nn.Module:
-    if name in TIMM:
-        import timm  # optional: an extra of the package
-
-        made = timm.create_model(name)
-        assert isinstance(made, nn.Module)
-        return made
-    extra: Row = {"aux_logits": False, "init_weights": True} if name in ("inception_v3", "googlenet") else {}
+    options: Row = {"aux_logits": False, "init_weights": True} if name in ("inception_v3", "googlenet") else {}
     if name in (*BACKBONES, *SEGMENTATION):
-        extra = {"weights_backbone": None}
-    found: nn.Module = torchvision.models.get_model(name, weights=None, **extra)
+        options = {"weights_backbone": None}
+    found = random_network(name, **options)
     return found.get_submodule("backbone") if name in BACKBONES else found
 
 
@@ -153,12 +146,11 @@ def _checked(paths: dict[str, Path], engine: str, fresh: NDArray[np.float32]) ->
         with compress.build_engine(path, engine) as built:
             runs = [list(built.run({name: fresh[i : i + 8]}).values()) for i in range(0, len(fresh), 8)]
         results[label] = np.concatenate([np.asarray(x, np.float64).ravel() for run in runs for x in run])
-    signal = np.square(results["float"]).sum()
-    noise = {label: np.square(found - results["float"]).sum() for label, found in results.items() if label != "float"}
+    reference = results.pop("float")
     return {
         "float_ms": round(timed["float"].p50_ms, 3),
         "ratio": {label: round(latency_ratio(row, timed["float"]), 4) for label, row in timed.items()},
-        "fresh_db": {label: float(10 * np.log10(signal / max(power, 1e-30))) for label, power in noise.items()},
+        "fresh_db": {label: sqnr_db(reference, found) for label, found in results.items()},
         "fresh": len(fresh),
         "unquiet": next((row.unquiet for row in timed.values() if row.unquiet), ""),
     }

@@ -29,6 +29,7 @@ from compress.measure.accuracy import compare_evidence, measure_metric
 from compress.pipeline.run import stem, task_of
 from compress.recipe.tree import Recipe
 from compress.tasks.detection import Detections
+from compress.training.loop import has_volumes
 from compress.training.passes import autocast
 
 # Points of mAP50-95 that PTQ and QAT cost YOLO26 on COCO with TensorRT: Ultralytics, pull request 26093.
@@ -86,8 +87,7 @@ def epochs_in(recipe: Recipe, seconds: float) -> int:
     data, device = compress.load_data(recipe.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = task_of(recipe, data)
     model = compress.build_model(recipe.model, num_classes=len(data.val.labels), task=recipe.task).to(device).train()
-    deep = any(parameter.ndim == 5 for parameter in model.parameters())  # of Conv3d
-    layout = torch.contiguous_format if deep else torch.channels_last
+    layout = torch.contiguous_format if has_volumes(model) else torch.channels_last
     model.to(memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     plan = BatchPlan(batch_size=recipe.data.batch_size, epoch=0, drop_last=True)

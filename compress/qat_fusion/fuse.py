@@ -166,19 +166,20 @@ def fuse_for_training(
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
-    fused = _sharing_registers(ReportedModule(fused, graph), qmodel)
+    fused = _sharing_parameters(ReportedModule(fused, graph), qmodel)
     attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains), for_training=True))
     return fused
 
 
-def _sharing_registers(fused: fx.GraphModule, qmodel: nn.Module) -> fx.GraphModule:
-    # Who replaces a parameter of the fused graph, as FSDP2 does, replaces it in `qmodel`, which is optimized and saved.
-    owners = {id(p): module for module in qmodel.modules() for p in module.parameters(recurse=False)}
+def _sharing_parameters(fused: fx.GraphModule, qmodel: nn.Module) -> fx.GraphModule:
+    # A module of the graph that holds a layer's parameters itself gets the layer's own dictionary of them: FSDP2, which
+    # replaces parameters of the fused graph, then replaces them in `qmodel` too, which is optimized and saved.
+    owners = {id(p): module._parameters for module in qmodel.modules() for p in module.parameters(recurse=False)}
     for module in fused.modules():
-        own = module._parameters
-        registers = [getattr(owners.get(id(p)), "_parameters", {}) for p in own.values() if p is not None]
-        if registers and all(registers[0].get(name) is p for name, p in own.items() if p is not None):
-            module._parameters = registers[0]
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        shared = owners.get(id(next(iter(own.values()), None)), {})
+        if own and all(shared.get(name) is p for name, p in own.items()):
+            module._parameters = shared
     return fused
 
 

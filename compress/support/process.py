@@ -26,7 +26,8 @@ def core_count() -> int:
 
 def thread_count() -> int:
     # For libraries that count the machine's cores, not those that this process may use; 0 = their own choice.
-    return core_count() if core_count() < (os.cpu_count() or 1) else 0
+    cores = core_count()
+    return cores if cores < (os.cpu_count() or 1) else 0
 
 
 def read_fact(path: str) -> str:

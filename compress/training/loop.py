@@ -125,11 +125,16 @@ def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec
     return pairs
 
 
+def has_volumes(model: nn.Module) -> bool:
+    # Tensors of five dimensions, such as Conv3d's weights, have no format channels_last.
+    return any(tensor.ndim == 5 for tensor in (*model.parameters(), *model.buffers()))
+
+
 def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task: Task) -> bool:
     """Convert weights, if `wanted`, or None and the model runs in it; True if done."""
     if wanted is False or not isinstance(images, Tensor) or images.ndim != 4:
         return False
-    if any(tensor.ndim == 5 for tensor in model.state_dict().values()):  # Conv3d's have another format
+    if has_volumes(model):
         return False
     model.to(memory_format=torch.channels_last)
     if wanted is None:

@@ -41,7 +41,8 @@ _TIE = 1e-9  # milliseconds by which a layer is rather quantized
 _HELD, _FEW = 5, 2  # one batch of so many is held back; trials are calibrated with so many
 _MOST_NOISE = 1e6
 _RUNS, _SECONDS, _TURNS = 1000, 1.0, 6  # most runs and seconds of a quick file; least turns that say which is faster
-_BUILDS = {False: 1, True: 4}  # choices that are built at the end, if the rules' file keeps the floor or not
+# Choices that are built at the end where the rules' file keeps the floor, and where it does not.
+_BUILDS, _SEARCHED = 1, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +167,8 @@ def alike(view: GraphView, layers: Iterable[str]) -> list[Group]:
         pattern = f"{node.kind} {shapes} {form} > {' '.join(sorted({user.kind for user in node.consumers}))}"
         found.setdefault(pattern, []).append(node.layer)
         work[pattern] = work.get(pattern, 0) + math.prod(shapes[-1]) * math.prod(form[1:])
-        kinds[pattern] = (
-            node.kind + " depthwise" * (form[1:2] == [1]) + " of a pixel" * (math.prod(shapes[-1][1:]) == 1)
-        )
+        depthwise, pixel = form[1:2] == [1], math.prod(shapes[-1][1:]) == 1
+        kinds[pattern] = node.kind + " depthwise" * depthwise + " of a pixel" * pixel
     return [
         Group(pattern=name, layers=tuple(found[name]), kind=kinds[name])
         for name in sorted(found, key=lambda name: -work[name])
@@ -203,8 +203,8 @@ class _Work:
         if not unquiet:
             groups = self.tried(files["rules"], noisy=not forms[1].kept)
             if found := self.fastest(groups, out.with_name(f"{out.stem}.tuned.onnx"), noisy=not forms[1].kept):
-                files["tuned"] = found[1]
-                forms.append(found[2])
+                files["tuned"], form = found
+                forms.append(form)
             # Two builds of a file may differ by a tenth on OpenVINO: the slower one counts.
             builds = [self.timed({form.label: form.path for form in forms}) for _ in range(2)]
             unquiet = next((row.unquiet for rows in builds for row in rows.values() if row.unquiet), "")
@@ -225,21 +225,21 @@ class _Work:
     def form(self, label: str, path: Path) -> Form:
         results = list(self.outputs(path))
         effect = self.judged.effect_of(results)
-        kept = self.goal.met(effect, self.judged)
-        if self.goal.sqnr_db is not None:  # in each batch: a choice that just keeps the mean misses it on other images
+        if self.goal.sqnr_db is None:
+            kept = self.goal.met(effect, self.judged)
+        else:  # in each batch: a choice that just keeps the mean misses it on other images
             pairs = zip(self.judged.reference, map(self.judged.judge.select, results), strict=True)
             kept = all(sqnr(reference, result) >= self.goal.sqnr_db for reference, result in pairs)
         return Form(label=label, path=path, effect=effect, kept=kept)
 
-    def fastest(self, groups: list[Group], out: Path, *, noisy: bool) -> tuple[int, QuantizedFile, Form] | None:
-        # That keeps the floor; without one, the last that was built.
+    def fastest(self, groups: list[Group], out: Path, *, noisy: bool) -> tuple[QuantizedFile, Form] | None:
+        # The fastest choice that keeps the floor, by bisection; without one, the last that was built.
         found, rest = list(filter(None, choices(groups))), [group for group in groups if group.gain_ms is None]
         if noisy and rest:  # their noise is not known: first those with least to compute
             quiet = found[-1] if found else ()
             found += [(*quiet, *rest[len(rest) // 2 :]), (*quiet, *rest)]
-        low, high = 0, len(found)
-        best: tuple[int, QuantizedFile, Form] | None = None
-        last = best
+        low, high, last = 0, len(found), -1
+        built: dict[int, tuple[QuantizedFile, Form]] = {}
         while low < high:
             middle = (low + high) // 2
             try:
@@ -247,14 +247,15 @@ class _Work:
             except QuantizationError:  # nothing is left to quantize
                 high = middle
                 continue
-            last = middle, made, self.form("tuned", made.path)
-            if last[2].kept:
-                best, high = last, middle
+            last, built[middle] = middle, (made, self.form("tuned", made.path))
+            if built[middle][1].kept:
+                high = middle
             else:
                 low = middle + 1
-        if best and best is not last:
-            return best[0], self.made(found[best[0]], self.data, out), best[2]
-        return best or last
+        best = min((place for place, (_, form) in built.items() if form.kept), default=last)
+        if best != last:  # another choice was built over it
+            return self.made(found[best], self.data, out), built[best][1]
+        return built.get(best)
 
     def made(self, chosen: Iterable[Group], data: Sequence[Any], out: Path) -> QuantizedFile:
         rules = [Rule(match=glob.escape(layer), enable=False) for group in chosen for layer in group.layers]
@@ -278,7 +279,7 @@ class _Work:
         if noisy:
             noise = min(self.form("", self.made(chosen, few, self.trial).path).effect.noise, _MOST_NOISE)
         self.bars.start(TASK, len(groups))
-        longest, until = self.built, self.start + 60 * self.minutes - _BUILDS[noisy] * self.built
+        longest, until = self.built, self.start + 60 * self.minutes - (_SEARCHED if noisy else _BUILDS) * self.built
         for place, group in enumerate(groups):
             begun, gain, left = time.monotonic(), times.get(group.pattern), 0.0
             if begun + longest > until:
