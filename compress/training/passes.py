@@ -13,6 +13,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from compress.data.base import BatchPlan, Split
 from compress.errors import CompressError, DataError, ModelError, RecipeError, near_misses
@@ -125,7 +126,8 @@ def evaluate(
     with modes_restored(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for images, targets in split.batches(plan, device=device):
-            outputs = outputs_of(forward, images)
+            # numpy, which metrics compute with, has no bfloat16
+            outputs = tree_map(_in_float32, outputs_of(forward, images))
             task.check(outputs, images)
             meter.update(outputs, targets)
             loss = task.loss(outputs, targets).double()
@@ -137,6 +139,10 @@ def evaluate(
         raise _nothing_read(split)
     values = task.metric.figures(_merged(meter, processes))
     return Evaluation(values=values, loss=loss_sum / count, images=int(count))
+
+
+def _in_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in {torch.bfloat16, torch.float16} else value
 
 
 def _nothing_read(split: Split) -> DataError:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import compress
 from compress.data.base import BatchPlan, DataSet, Preprocessing, Split
 from compress.errors import CheckpointError, DataError, ModelError, RecipeError
+from compress.support.meters import TaskMetric
 from compress.support.progress import NoProgress
 from compress.tasks.base import first_tensor
 from compress.tasks.classification import classification
@@ -595,6 +596,26 @@ def test_bf16_is_close_to_fp32():
     full, half = (compress.evaluate(model, split, batch_size=16, precision=p) for p in ("fp32", "bf16"))
     assert half.loss == pytest.approx(full.loss, rel=0.05)
     assert half.loss != full.loss
+
+
+class ByNumpy:
+    def __init__(self):
+        self.right = []
+
+    def update(self, outputs, targets):
+        self.right += (outputs.numpy().argmax(1) == targets.numpy()).tolist()
+
+    def compute(self):
+        return np.mean(self.right)
+
+
+def test_a_metric_that_computes_with_numpy_judges_in_bf16():
+    split, model = ToySplit(64), linear()
+    task = dataclasses.replace(classification(4), metric=TaskMetric(name="right", make=ByNumpy), evidence=None)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = (model(split.images).argmax(1) == split.targets).float().mean()
+    seen = compress.evaluate(model, split, batch_size=16, precision="bf16", task=task)
+    assert seen.values["right"] == pytest.approx(float(expected))
 
 
 # Training on tasks other than classification, with frozen layers, and resumed to the bit.
