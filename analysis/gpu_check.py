@@ -46,7 +46,7 @@ from compress.data.load import load_data
 from compress.data.memory import MemorySplit
 from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.program import differences, repeated_ms
-from compress.training.distributed import init_processes
+from compress.training.distributed import broadcast_state, init_processes
 
 TRANSFORMERS = ("swin_t", "convnext_tiny", "convnextv2_tiny", "vit_s", "deit_small_patch16_224", "vit_b_16")
 CNNS = ("efficientnet_b0", "mobilenet_v2", "resnet50")
@@ -273,6 +273,7 @@ def _parallel(name: str, asked: argparse.Namespace) -> None:
     try:
         model, x, y = _network(name), *_batch(asked.batch, rank)
         qmodel = compress.quantize(model.eval(), x[:2], [x])
+        broadcast_state(qmodel, x.device)  # each process has calibrated on images of its own
         tried = {
             (kind, mode): copy.deepcopy(source).train()
             for kind, source in (("float", model), ("int8", qmodel))

@@ -286,13 +286,16 @@ def average_running_statistics(model: nn.Module, processes: Processes) -> None:
         statistic.copy_(processes.all_reduce_sum(statistic) / processes.world_size)
 
 
-def broadcast_state(model: nn.Module, processes: Processes) -> None:
-    if processes.world_size == 1:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        copy = tensor.detach().to(processes.device, copy=True).contiguous()
+def broadcast_state(model: nn.Module, device: torch.device) -> bool:
+    """Give every process the first's parameters and buffers, through `device`; False if there is one process."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = several and torch.distributed.get_world_size() > 1
+    for tensor in [*model.parameters(), *model.buffers()] if several else []:
+        copy = tensor.detach().to(device, copy=True).contiguous()
         torch.distributed.broadcast(copy, src=0)
-        tensor.data.copy_(copy)
+        with torch.no_grad():
+            tensor.copy_(copy)
+    return several
 
 
 def _running_statistics(model: nn.Module) -> list[Tensor]:

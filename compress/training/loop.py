@@ -362,7 +362,7 @@ class _Training:
             targets=targets,
         )
         self.channels_last = to_channels_last(model, images, spec.channels_last, task)
-        broadcast_state(model, processes)
+        broadcast_state(model, processes.device)
         forward, self.no_sync = wrap(model, images, task=task, spec=spec, processes=processes, device=device)
         teach = OutputsOf(teacher, task.select) if teacher is not None else None
         if teach is not None and spec.compile:

@@ -27,7 +27,7 @@ from compress.support.progress import NoProgress, Progress
 from compress.tasks.base import Task, first_tensor
 from compress.tasks.classification import classification
 from compress.training import Precision, QATSpec, TrainSpec
-from compress.training.distributed import SINGLE, GradientExchange, Processes
+from compress.training.distributed import SINGLE, GradientExchange, Processes, broadcast_state
 
 
 class OutputsOf(nn.Module):
@@ -347,14 +347,6 @@ class Recorder:
         return graph
 
 
-def _start_alike(model: nn.Module) -> bool:
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    several = several and torch.distributed.get_world_size() > 1
-    for tensor in [*model.parameters(), *model.buffers()] if several else []:
-        torch.distributed.broadcast(tensor.detach(), src=0)
-    return several
-
-
 def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Loss and gradients as one CUDA graph on a GPU, for your own loop.
 
@@ -395,7 +387,7 @@ def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., 
         return value.detach()
 
     device = parameters[0].device
-    exchange = GradientExchange(parameters) if _start_alike(model) else None
+    exchange = GradientExchange(parameters) if broadcast_state(model, device) else None
     recorder = Recorder(compute, model, device, exchange) if device.type == "cuda" else None
 
     def step(*batch: Tensor) -> Tensor:
