@@ -227,6 +227,29 @@ def test_a_float_file_is_computed_in_floating_point(tmp_path):
     np.testing.assert_allclose(run(path, b.x)[y], b.values[y], rtol=1e-4, atol=1e-5)
 
 
+def whole(b, *numbers):
+    return b.constant(np.array(numbers, np.int64))
+
+
+def resized(b, x, **options):
+    return b.op(
+        "Resize", x, b.constant(np.zeros(0, np.float32)), b.constant(np.array([1, 1, 2, 3], np.float32)), **options
+    )
+
+
+MOVES = (
+    lambda b, x: resized(b, x, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"),
+    lambda b, x: resized(b, x, mode="nearest"),
+    lambda b, x: b.op("Tile", x, whole(b, 1, 2, 1, 2)),
+    lambda b, x: b.op("Slice", x, whole(b, -1), whole(b, -99), whole(b, 2), whole(b, -1)),
+    lambda b, x: b.op("Slice", x, whole(b, 0), whole(b, 99), whole(b, 3), whole(b, 2)),
+    lambda b, x: b.op("Transpose", x, perm=[0, 1, 3, 2]),
+    lambda b, x: b.op("Pad", x, whole(b, 0, 0, 1, 2, 0, 0, 0, 1)),
+    lambda b, x: b.op("Expand", b.op("GlobalMaxPool", x), whole(b, 1, 1, 4, 2)),
+    lambda b, x: b.op("Gather", x, whole(b, 0, 0), axis=1),
+)
+
+
 @st.composite
 def networks(draw):
     b = Builder(
@@ -238,7 +261,7 @@ def networks(draw):
     earlier = [x]
     for _ in range(draw(st.integers(1, 4))):
         channels, height, width = b.values[x].shape[1:]
-        kind = draw(st.sampled_from(["conv", "depthwise", "grouped", "max", "average", "concat", "add", "mul"]))
+        kind = draw(st.sampled_from(["conv", "depthwise", "grouped", "max", "average", "concat", "add", "mul", "move"]))
         y = None
         if kind in {"conv", "depthwise", "grouped"}:
             taps = draw(st.sampled_from([1, 3, 5]))
@@ -262,6 +285,8 @@ def networks(draw):
         elif kind == "mul":
             pooled = b.op("Sigmoid", b.conv(b.quantize(b.op("GlobalAveragePool", x)), channels, 1, padding=0))
             y = b.op("Mul", x, pooled)
+        elif kind == "move":
+            y = draw(st.sampled_from(MOVES))(b, x)
         if y is None:
             continue
         x = b.quantize(y)

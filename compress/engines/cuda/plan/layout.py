@@ -377,9 +377,10 @@ class _Layouter:
             self._concat(step)
             return
         source = self.places[step.reads[0]]
-        results = apply(step.op, step.attributes, [source.meta() if isinstance(x, str) else x for x in step.inputs])
+        moved = source.meta()
+        results = apply(step.op, step.attributes, [moved if isinstance(x, str) else x for x in step.inputs])
         for name, result in zip(step.outputs, results, strict=False):
-            if result._base is not None and 0 not in result.stride():
+            if result._base is moved._base and 0 not in result.stride():  # some copies are views too: of a new tensor
                 self.places[name] = source.like(result)
             else:
                 self._copied(step, name, source)
@@ -393,8 +394,9 @@ class _Layouter:
             self._copy(step, step.reads[0], place.like(_inner(step, place.meta(), source.shape)), whole=name)
             return
         if step.op in {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"}:
-            back = place.meta().reshape(source.shape)
-            if back._base is not None:
+            whole = place.meta()
+            back = whole.reshape(source.shape)
+            if back._base is whole._base:
                 self._copy(step, step.reads[0], place.like(back))
                 return
         self.steps.append(step)
