@@ -28,15 +28,7 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper, versio
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError
 
-from compress.engines.base import (
-    Arrays,
-    TensorInfo,
-    import_library,
-    library_errors,
-    load_onnx,
-    read_interface,
-    shape_text,
-)
+from compress.engines.base import Arrays, TensorInfo, load_onnx, read_interface, shape_text
 from compress.errors import AuditError, CalibrationError, DataError, EngineError, QuantizationError, near_misses
 from compress.files import path_of
 from compress.graph.inputs import batch_inputs
@@ -58,6 +50,7 @@ from compress.onnx_graph import (
     whole_shapes,
     without_weights,
 )
+from compress.support.libraries import import_library, library_errors
 from compress.support.process import thread_count
 
 # Opsets that are read.

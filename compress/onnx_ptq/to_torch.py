@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor, fx, nn
 
-from compress.engines.base import Arrays, TensorInfo, library_errors
+from compress.engines.base import Arrays, TensorInfo
 from compress.errors import CompressError, ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN
@@ -52,6 +52,7 @@ from compress.onnx_ptq.source import (
     load_source,
     open_batch,
 )
+from compress.support.libraries import library_errors
 
 # What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is.
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
