@@ -323,6 +323,8 @@ def linear_with_sum(b: Builder, found: Compound) -> Value:
 
 def channel_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert BatchNormalization that was not folded, and InstanceNormalization, which has no statistics."""
+    if len(node.output) > 1:
+        raise QuantizationError("it is in training mode, and takes the statistics of each batch")
     scale, shift, *statistics = (constant(b, name) for name in node.input[1:5])
     kind = (_NORMS if statistics else _INSTANCE)[len(b.shapes[node.input[0]])]
     module = _filled(kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True), scale, shift)

@@ -92,6 +92,40 @@ def test_a_graph_without_a_name_is_read_as_engines_do(tmp_path):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ("d, mask = Dropout (a, half, yes)", "d: in training mode in the file, and written for inference"),
+        ("d, mask = Dropout (a, half)", ""),
+        (
+            "d, m, v = BatchNormalization <training_mode = 1> (a, ones, half8, half8, ones)",
+            "d: in training mode, so that",
+        ),
+        ("n = RandomNormalLike (a) d = Add (a, n)", "n: random in every run"),
+    ],
+)
+def test_what_a_file_computes_as_in_training_is_said(node, text, tmp_path):
+    # Oracle: ONNX Runtime on the file whose Dropout was exported for inference.
+    model = """<ir_version: 8, opset_import: ["": 15]> net (float[N,3,12,12] x) => (float[N,8,8,8] y)
+        <float half = {0.5}, bool yes = {1}> { a = Conv(x, w) NODE y = Conv(d, u) }"""
+    values = {
+        "w": weights(8, 3, 3, 3),
+        "u": weights(8, 8, 3, 3),
+        "ones": np.ones(8, "f"),
+        "half8": np.full(8, 0.5, "f"),
+    }
+    for name, own in (("m", node), ("inference", node.replace(", yes", ""))):
+        proto = onnx.parser.parse_model(model.replace("NODE", own))
+        proto.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in values.items())
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    x = np.random.default_rng(1).normal(size=(8, 3, 12, 12)).astype(np.float32)
+    done = quantize_onnx_file(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(), out=tmp_path / "q.onnx")
+    assert text in "; ".join(done.notes) and ("training" in "; ".join(done.notes)) is ("training" in text)
+    assert not any("states shapes" in note for note in done.notes)
+    if "Dropout" in node:
+        assert sqnr(run(tmp_path / "inference.onnx", x), run(tmp_path / "q.onnx", x)) > 25
+
+
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
     result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))
