@@ -276,6 +276,40 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
     return [node, second]
 
 
+def whole_transforms(proto: onnx.ModelProto) -> int:
+    """Rewrite one-sided DFTs, which OpenVINO reads with an axis too many, and inverse ones with an axis too few.
+
+    A whole DFT is cut; the result of an inverse one is reshaped. Those of unknown size are left alone.
+    """
+    transforms = [node for node in proto.graph.node if node.op_type == "DFT" and attribute(node, "onesided", 0)]
+    view, sizes = OnnxGraph(proto.graph), _sizes(proto) if transforms else {}
+
+    def whole(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node not in transforms:
+            return None
+        output, given = node.output[0], view.array(node.input[2]) if len(node.input) > 2 else None
+        axis = attribute(node, "axis", -2 if given is None else int(given))
+        if attribute(node, "inverse", 0):
+            shape = [0, *(dim.dim_value for dim in sizes.get(output, ())[1:])]
+            if len(shape) < 2 or 0 in shape[1:]:
+                return None
+            node.output[0] = view.free(added_tensor(output, "inverse"))
+            names = [view.add_constant(added_tensor(output, "shape"), np.asarray(shape, np.int64))]
+            return [node, made_after(node, "Reshape", [node.output[0], *names], output)]
+        length = view.array(node.input[1]) if len(node.input) > 1 else None
+        size = sizes[node.input[0]][axis].dim_value if node.input[0] in sizes else 0
+        count = size if length is None else int(length)
+        if not count:
+            return None
+        replace_attributes(node, onesided=0)
+        node.output[0] = view.free(added_tensor(output, "whole"))
+        bounds = (("first", 0), ("end", count // 2 + 1), ("axis", axis))
+        names = [view.add_constant(added_tensor(output, key), np.asarray([n], np.int64)) for key, n in bounds]
+        return [node, made_after(node, "Slice", [node.output[0], *names], output)]
+
+    return view.rewrite(whole)
+
+
 _TO_THE_END = np.iinfo(np.int64).max
 
 

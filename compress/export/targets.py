@@ -48,6 +48,7 @@ from compress.export.openvino import (
     signs_apart,
     strides_kept,
     warn_of_resizes,
+    whole_transforms,
     zero_points_into_biases,
 )
 from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
@@ -189,6 +190,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         strides_kept(proto)
     if target in {"openvino", ""}:
         concatenated_pads(proto)
+        whole_transforms(proto)
         orders_in_two(proto)
 
 

@@ -624,3 +624,19 @@ def test_a_resize_that_openvino_computes_otherwise_is_named(case, tmp_path):
     spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
     with pytest.warns(compress.CompressWarning, match=r"ignores antialias and keep_aspect_ratio_policy.* between "):
         compress.quantize_onnx(path, [np.ones((1, 3, 8, 8), "f")], spec=spec, out=tmp_path / "int8.onnx")
+
+
+@pytest.mark.parametrize("target", ["openvino", None])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_transforms_of_real_images_are_read(target, dynamic, tmp_path):
+    # OpenVINO reads one-sided DFTs of other ranks than the file's.
+    def spectral(net, x):
+        spectrum = torch.fft.rfft2(net.a(x), norm="ortho")
+        return net.b(torch.fft.irfft2(spectrum * net.filter[..., 0], s=(16, 16), norm="ortho")).relu()
+
+    net = Net(spectral, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 4, 1), filter=torch.rand(8, 16, 9, 1)).eval()
+    model = compress.quantize(net, X, [X], spec=compress.QuantSpec(target=target)) if target else net
+    path = compress.export_onnx(model, X, tmp_path / "m.onnx", dynamic_batch=dynamic)
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    with torch.no_grad():
+        assert sqnr(model(X), torch.from_numpy(compiled(X.numpy())[0])) > 60
