@@ -37,19 +37,21 @@ def read_input(path: Path, form: Preprocessing) -> Tensor:
 def readable(paths: Sequence[Path], read: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
     """Read files one at a time; a warning names those that cannot be read (DataError: none can)."""
     failed, found = list[DataError](), 0
-    for path in paths:
-        try:
-            value = read(path)
-        except DataError as error:
-            failed.append(error)
-            continue
-        found += 1
-        yield path, value
-    if failed and not found:
-        raise failed[0]
-    if failed:
-        text = f"{len(failed)} of {len(paths)} images are left out: {first_few(list(map(str, failed)))}"
-        warnings.warn(CompressWarning(text), stacklevel=2)
+    try:
+        for path in paths:
+            try:
+                value = read(path)
+            except DataError as error:
+                failed.append(error)
+                continue
+            found += 1
+            yield path, value
+        if failed and not found:
+            raise failed[0]
+    finally:  # also where no more are asked for
+        if failed and found:
+            text = f"{len(failed)} of {len(failed) + found} images are left out: {first_few(map(str, failed))}"
+            warnings.warn(CompressWarning(text), stacklevel=2)
 
 
 class ImageFolder:

@@ -163,6 +163,10 @@ def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_pa
     path, pictures = made
     empty = bench(path, "--end-to-end", "--images", tmp_path)
     assert isinstance(empty.exception, DataError) and "holds no JPEG or PNG" in str(empty.exception)
+    (tmp_path / "shots").mkdir()
+    (tmp_path / "shots" / "bad.png").write_bytes(b"no picture")
+    damaged = bench(path, "--end-to-end", "--images", tmp_path / "shots")
+    assert isinstance(damaged.exception, DataError) and "bad.png is not a readable image" in str(damaged.exception)
     model = onnx.load(path)
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "silent.onnx")
