@@ -185,6 +185,12 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
         graph.name = "graph"
     if unnamed:
         notes.append("the file's graph gets a name")
+    imports = {"" if entry.domain == "ai.onnx" else entry.domain: entry for entry in proto.opset_import}
+    if len(imports) < len(proto.opset_import):
+        kept = [helper.make_opsetid(domain, entry.version) for domain, entry in imports.items()]
+        del proto.opset_import[:]
+        proto.opset_import.extend(kept)
+        notes.append(f"of several imports of a domain the last is taken: opset {opset_of(proto)}")
     if sort_nodes(proto.graph):
         notes.append("the nodes of the file are put in order")
     newer = _newer_operators(proto)

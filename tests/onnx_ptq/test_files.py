@@ -126,6 +126,21 @@ def test_what_a_file_computes_as_in_training_is_said(node, text, tmp_path):
         assert sqnr(run(tmp_path / "inference.onnx", x), run(tmp_path / "q.onnx", x)) > 25
 
 
+@pytest.mark.parametrize("domain", ["", "ai.onnx"])
+def test_of_two_imports_of_a_domain_the_last_is_taken_as_by_onnx_runtime(domain, tmp_path):
+    # Softmax before opset 13 is over all axes from the second on; the engine is the oracle.
+    x = np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)
+    model = """<ir_version: 7, opset_import: ["": 13, "DOMAIN": 11]> net (float[1,3,8,8] x) => (float[1,8,6,6] y)
+        { a = Conv(x, w) y = Softmax(a) }"""
+    proto = onnx.parser.parse_model(model.replace("DOMAIN", "other"))
+    proto.opset_import[1].domain = domain
+    proto.graph.initializer.append(numpy_helper.from_array(weights(8, 3, 3, 3), "w"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    done = quantize_onnx_file(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(target="onnxruntime"))
+    assert sqnr(run(tmp_path / "m.onnx", x), run(done.path, x)) > 20
+    assert any("the last is taken" in note for note in done.notes)
+
+
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
     result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))
