@@ -18,6 +18,7 @@ from compress.errors import CompressWarning, first_few
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
+    PASSES,
     OnnxGraph,
     all_nodes,
     attribute,
@@ -170,6 +171,20 @@ def float_averages(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto
     consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
     in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
     return _unfused(node, "average", view) if in_float else None
+
+
+@each_node
+def padding_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # OpenVINO moves the zero point of an AveragePool's input behind it, and padding that is counted is then no zero
+    # (8.6 dB): a Max that changes no value keeps it before. INT8 without a zero point may become UINT8 (`to_unsigned`).
+    padded = any(attribute(node, "pads", [])) or attribute(node, "auto_pad", b"").startswith(b"SAME")
+    counts = node.op_type == "AveragePool" and padded and attribute(node, "count_include_pad", 0)
+    pair = view.dequantizer(node.input[0], PASSES) if counts else None
+    point = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
+    if point is None or (point.dtype != np.int8 and not np.any(point)):
+        return None
+    tensor, node.input[0] = node.input[0], view.free(added_tensor(node.input[0], "padded"))
+    return [made_after(node, "Max", [tensor] * 2, node.input[0]), node]
 
 
 @each_node

@@ -44,6 +44,7 @@ from compress.export.openvino import (
     holds_pairs,
     joins_apart,
     orders_in_two,
+    padding_apart,
     products_apart,
     signs_apart,
     strides_kept,
@@ -184,6 +185,7 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)
+        padding_apart(proto)
         extremes_apart(proto)
         joins_apart(proto)
     if target != "onnxruntime":

@@ -640,3 +640,19 @@ def test_transforms_of_real_images_are_read(target, dynamic, tmp_path):
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     with torch.no_grad():
         assert sqnr(model(X), torch.from_numpy(compiled(X.numpy())[0])) > 60
+
+
+def test_padding_that_an_average_counts_stays_zero_beside_a_zero_point(tmp_path):
+    # OpenVINO moved the zero point behind the average: padding was as low as the lowest value.
+    def run(net, x):
+        y = F.silu(net.a(x))
+        return torch.cat([net.b(y).relu(), net.pool(y) * y.sigmoid()], 1)
+
+    net = Net(run, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 1), pool=nn.AvgPool2d(3, 1, 1)).eval()
+    qmodel = compress.quantize(net, X, [X], spec=compress.QuantSpec(target="openvino"))
+    path = compress.export_onnx(qmodel, X, tmp_path / "m.onnx")
+    points = [t for t in onnx.load(path).graph.initializer if t.name.endswith(".zero_point") and t.data_type == 2]
+    assert any(onnx.numpy_helper.to_array(point).any() for point in points)
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    expected, got = compute(path, X.numpy(), optimize=False), compiled(X.numpy())[0]
+    assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 60
