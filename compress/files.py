@@ -142,7 +142,7 @@ def read_json(path: Path | str) -> Any:
     if (size := path.stat().st_size) > JSON_BYTES:
         raise ValueError(f"it has {size:,} bytes, and at most {JSON_BYTES:,} are read")
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text: {error}") from None
     return parse_json(text)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from compress.errors import AuditError
 from compress.export.casting import types_of
 from compress.export.names import TARGET_KEY
+from compress.export.targets import refusal
 from compress.files import path_of
 from compress.onnx_graph import (
     PASSES,
@@ -39,7 +40,12 @@ _SHORT = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "double": "F
 
 _ABSORBED = frozenset({"Relu", "Clip"})
 
-_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+# Operators with weights that have no INT8 form in any file, with the places of these among their inputs.
+_FLOAT = {
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), ("recurrent operations stay float", slice(1, 3))),
+    "DeformConv": ("deformable convolutions stay float", slice(1, 2)),
+    "Einsum": ("it is no product of two matrices", slice(None)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class AuditedNode:
     """One weighted operation of an ONNX file.
 
     Attributes:
-        op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
+        op_type: `Conv`, `ConvTranspose`, `Gemm`, `MatMul`, or one that is always float, as `LSTM`.
         input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... after a DequantizeLinear; else `float`.
         per_channel: True if the weight has a scale for each channel.
         weight_elements: elements of a constant weight; 0 for a product of two activations.
@@ -90,6 +96,7 @@ class OnnxAudit:
         ops: number of nodes by type.
         producer: that wrote the file, and its version.
         others: operators of domains that engines know by plugins or libraries of their own, with their number.
+        refused: why the target's engine does not load it.
 
     Examples:
         >>> audit = compress.audit_onnx("int8.onnx")
@@ -106,6 +113,7 @@ class OnnxAudit:
     metadata: dict[str, str]
     producer: str = ""
     others: tuple[str, ...] = ()
+    refused: str = ""
 
     def products_on(self, engine: str) -> dict[str, int]:
         """Return the number of weighted operations by the type in which an engine computes them.
@@ -114,6 +122,8 @@ class OnnxAudit:
             engine: `tensorrt` (11, strongly typed), `openvino` or `onnxruntime` (on a CPU, where float16 is computed in
                 float32, or in a type that the processor is faster in).
         """
+        if self.rows and refusal(self.path, engine):
+            return {"not computed": len(self.rows)}
         return dict(sorted(Counter(row.type_on(engine) for row in self.rows).items()))
 
     @property
@@ -168,6 +178,7 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
     ops = Counter(node.op_type for node, _, _ in nodes)
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     target = metadata.get(TARGET_KEY, "")
+    refused = refusal(path, target)
     others = Counter(f"{node.domain}.{node.op_type}" for node, _, _ in nodes if node.domain not in {"", "ai.onnx"})
     types, computed = {tensor.data_type for tensor in proto.graph.initializer}, types_of(proto)
     halves = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
@@ -175,9 +186,9 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
         path=path,
         opset=opset_of(proto),
         rows=tuple(
-            _within(_typed(node, view, target, computed), place)
+            _unless(refused, _within(_typed(node, view, target, computed), place))
             for node, view, place in nodes
-            if node.op_type in WEIGHTED_OPS | _RECURRENT
+            if node.op_type in WEIGHTED_OPS | _FLOAT.keys() and len(node.input) > 1
         ),
         activation_pairs=ops["QuantizeLinear"],
         float_type=next((name for dtype, name in halves.items() if dtype in types), "float32"),
@@ -185,11 +196,16 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
         metadata=metadata,
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
         others=tuple(f"{name} ({count})" for name, count in sorted(others.items())),
+        refused=refused,
     )
 
 
+def _unless(refused: str, row: AuditedNode) -> AuditedNode:
+    return replace(row, int8=False, reason=refused) if refused else row
+
+
 def _typed(node: onnx.NodeProto, view: OnnxGraph, target: str, types: dict[str, int]) -> AuditedNode:
-    row = _recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view, target)
+    row = _float(node, view) if node.op_type in _FLOAT else _audited(node, view, target)
     dtype = types.get(node.output[0], 0)
     name = onnx.helper.tensor_dtype_to_string(dtype).partition(".")[2].lower() if dtype else ""
     return replace(row, float_type={"": row.float_type, "float": "float32"}.get(name, name))
@@ -204,7 +220,6 @@ def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, O
 
 
 def _within(row: AuditedNode, place: str) -> AuditedNode:
-    """Name the nodes that hold an operation, in its name and reason."""
     if not place:
         return row
     reason = row.reason and f"{row.reason}; it is inside {place.rstrip('/')}, which is not quantized"
@@ -307,9 +322,9 @@ def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
     return "uint8" if source is None else str(source.dtype)
 
 
-def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
-    """The row of a recurrent operation: it is not INT8 in any file."""
-    weights = [view.array(name) for name in node.input[1:3]]
+def _float(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
+    reason, places = _FLOAT[node.op_type]
+    weights = [view.array(name) for name in node.input[places]]
     return AuditedNode(
         name=node.name or node.output[0],
         op_type=node.op_type,
@@ -318,7 +333,7 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
         per_channel=False,
         weight_elements=sum(int(w.size) for w in weights if w is not None),
         int8=False,
-        reason="recurrent operations stay float",
+        reason=reason,
     )
 
 

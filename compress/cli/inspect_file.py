@@ -15,6 +15,7 @@ from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
+from compress.export.targets import refusal
 from compress.support.limits import COUNT
 
 _ENGINES = {"tensorrt": "TensorRT 11", "openvino": "OpenVINO on a CPU", "onnxruntime": "ONNX Runtime on a CPU"}
@@ -129,9 +130,9 @@ def _summary(audit: OnnxAudit) -> None:
     lines = [("file", f"opset {audit.opset}, {audit.producer or 'no producer named'}, {sum(audit.ops.values())} nodes")]
     for engine, name in _ENGINES.items():
         found = audit.products_on(engine)
-        lines.append(
-            (name, ", ".join(f"{number} of {total} products {kind}" for kind, number in found.items()) or "none")
-        )
+        counts = ", ".join(f"{number} of {total} products {kind}" for kind, number in found.items()) or "none"
+        why = refusal(audit.path, engine) if "not computed" in found else ""
+        lines.append((name, f"{counts}: {why}" if why else counts))
     reasons = Counter(row.reason for row in audit.rows if row.reason)
     examples = {row.reason: row.name for row in reversed(audit.rows)}
     for reason, number in reasons.most_common(4):
@@ -141,7 +142,10 @@ def _summary(audit: OnnxAudit) -> None:
         lines.append(("FP32", f"{len(float32)}, such as {float32[0]}: the file has its tensors in float32"))
     if audit.others:
         lines.append(
-            ("plugins", f"{', '.join(audit.others[:4])}: TensorRT computes them only with a plugin of that name")
+            (
+                "plugins",
+                f"{', '.join(audit.others[:4])}: TensorRT needs a plugin of that name, ONNX Runtime a library (--ops)",
+            )
         )
     print_table(str(audit.path), ("", ""), lines)
     OUT.print(

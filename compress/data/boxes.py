@@ -13,6 +13,7 @@ VOC: root/JPEGImages/, root/Annotations/NAME.xml, root/ImageSets/Main/train.txt 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,9 +240,10 @@ def _names(root: Path, split: str) -> list[str]:
     file = root / "ImageSets" / "Main" / f"{split}.txt"
     if not file.is_file():
         raise DataError(f"data.root: there is no file {file.absolute()}, which lists the images of {split}")
-    names = [line.split()[0] for line in read_regular(file).decode("utf-8", "replace").splitlines() if line.strip()]
+    names = [line.split()[0] for line in read_regular(file).decode("utf-8-sig", "replace").splitlines() if line.strip()]
     if not names:
         raise DataError(f"{file} names no image")
+    _check_once(names, file, "images")
     return names
 
 
@@ -337,6 +339,7 @@ def _coco_annotations(
     limit: int | None,
 ) -> Iterator[Annotation]:
     names = classes_in(content, file)
+    _check_once((_key(image, "id") for image in content["images"]), file, "image ids")
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
         by_image.setdefault(_key(item, "image_id"), []).append(item)
@@ -377,6 +380,13 @@ def _row(
         raise DataError(f"annotation {item.get('id')} has bbox {item['bbox']!r:.80}: give left, top, width, height")
     left, top, width, height = (float(value) for value in item["bbox"])
     return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))
+
+
+def _check_once(found: Iterable[object], file: Path, what: str) -> None:
+    """Refuse what is listed twice, which would count twice in every metric."""
+    twice = [str(one) for one, count in Counter(found).items() if count > 1 and one is not None]
+    if twice:
+        raise DataError(f"{file} lists {len(twice)} {what} more than once: {first_few(twice)}; remove the copies")
 
 
 def _name(image: Any) -> str:

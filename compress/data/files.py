@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,10 +17,12 @@ from torch import Tensor
 from compress.data.base import Preprocessing
 from compress.data.decode import preprocessed, read_image
 from compress.data.folder import pictures_in
-from compress.errors import DataError
+from compress.errors import CompressWarning, DataError, first_few
 from compress.files import read_regular
 from compress.support.imports import any_failure, imported, is_import_path
 from compress.support.limits import ARRAYS_BYTES
+
+T = TypeVar("T")
 
 
 def read_input(path: Path, form: Preprocessing) -> Tensor:
@@ -29,8 +34,28 @@ def read_input(path: Path, form: Preprocessing) -> Tensor:
     return x.permute(1, 2, 0).contiguous() if form.layout == "NHWC" else x
 
 
+def readable(paths: Sequence[Path], read: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
+    """Read files one at a time; a warning names those that cannot be read (DataError: none can)."""
+    failed, found = list[DataError](), 0
+    try:
+        for path in paths:
+            try:
+                value = read(path)
+            except DataError as error:
+                failed.append(error)
+                continue
+            found += 1
+            yield path, value
+        if failed and not found:
+            raise failed[0]
+    finally:  # also where no more are asked for
+        if failed and found:
+            text = f"{len(failed)} of {len(failed) + found} images are left out: {first_few(map(str, failed))}"
+            warnings.warn(CompressWarning(text), stacklevel=2)
+
+
 class ImageFolder:
-    """The images of a folder, to any depth, in batches, read when asked for.
+    """The images of a folder, to any depth, in batches, read when asked for; see `readable`.
 
     Args:
         limit: at most so many, evenly spaced by name.
@@ -50,8 +75,9 @@ class ImageFolder:
         return -(-len(self.paths) // self.batch_size)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for start in range(0, len(self.paths), self.batch_size):
-            yield torch.stack([read_input(path, self.form) for path in self.paths[start : start + self.batch_size]])
+        found = readable(self.paths, partial(read_input, form=self.form))
+        while batch := [image for _, image in itertools.islice(found, self.batch_size)]:
+            yield torch.stack(batch)
 
 
 def unlabelled(source: str, form: Preprocessing, *, limit: int, batch_size: int) -> Iterable[Any]:

@@ -1,23 +1,17 @@
 """The interface of an engine, which imports its library on first use, and the ONNX files that engines read.
 
-Checks of arrays, the import of a library, and times by a GPU's clock are the same for all.
+Checks of arrays and times by a GPU's clock are the same for all.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -27,10 +21,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from compress.errors import CompressError, EngineError, EngineUnavailableError, near_misses
+from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.files import path_of
 from compress.onnx_graph import OnnxGraph, lacks, opset_of, tensors_of
-from compress.support.imports import any_failure
+from compress.support.libraries import library_errors
 
 Arrays = dict[str, NDArray[np.generic]]
 Part = TypeVar("Part")
@@ -342,40 +336,6 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
 
 def with_open_batch(tensors: Sequence[TensorInfo], batch_size: int | None) -> tuple[TensorInfo, ...]:
     return tuple(t.with_batch(batch_size) if batch_size is not None and t.shape[:1] == (-1,) else t for t in tensors)
-
-
-def import_library(module: str, install: str) -> ModuleType:
-    """Import an engine's library on first use, without telemetry."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    silenced = module == "openvino" and "openvino" not in sys.modules and "openvino_telemetry" not in sys.modules
-    if silenced:  # OpenVINO reports each import, without asking, where this package is there
-        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's own sign for "not installed"
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # a damaged library fails in any way while it is imported
-        raise EngineUnavailableError(
-            f"{module} cannot be imported ({type(error).__name__}: {error}); {install}"
-        ) from error
-    finally:
-        if silenced:
-            sys.modules.pop("openvino_telemetry", None)
-
-
-def library_errors(error: type[CompressError], before: str, after: str = "") -> AbstractContextManager[None]:
-    return any_failure(lambda found: error(f"{before}{reason(found)}{after}"))
-
-
-_TELLING = re.compile(r"no conversion rule|not supported|unsupported|not implemented|no op registered|unknown op", re.I)
-
-
-def reason(error: BaseException, *, limit: int = 500) -> str:
-    """Return a library's message on one line, without source positions."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("Exception from src", "Traceback"))]
-    telling = [line for line in kept if _TELLING.search(line)]  # these name the operator, and may stand last
-    text = " ".join(dict.fromkeys([*telling, *kept]))
-    text = text or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 @dataclass(frozen=True, kw_only=True)

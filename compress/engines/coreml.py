@@ -7,9 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compress.engines.base import Availability, RuntimeLayer, TensorInfo, import_library, library_errors, operator
+from compress.engines.base import Availability, RuntimeLayer, TensorInfo, operator
 from compress.errors import EngineError
 from compress.export.onnx import quiet
+from compress.support.libraries import import_library, library_errors
 
 NAME = "coreml"
 _WEIGHT = "constexpr_affine_dequantize"

@@ -28,12 +28,11 @@ from compress.engines.base import (
     check_inputs,
     cpu_info,
     existing_file,
-    import_library,
-    library_errors,
     operator,
     with_batch,
 )
 from compress.errors import EngineError
+from compress.support.libraries import import_library, library_errors
 
 NAME = PACKAGE = "executorch"
 INSTALL = "pip install 'compress-vision[executorch]'"

@@ -19,8 +19,6 @@ from compress.engines.base import (
     check_inputs,
     cpu_info,
     existing_file,
-    import_library,
-    library_errors,
     load_onnx,
     operator,
     read_interface,
@@ -29,6 +27,7 @@ from compress.engines.base import (
 )
 from compress.errors import EngineError, ExportError
 from compress.export.litert import INSTALL, convert, schema
+from compress.support.libraries import import_library, library_errors
 
 NAME = "litert"
 PACKAGE = "ai-edge-litert"

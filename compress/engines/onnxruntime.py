@@ -23,8 +23,6 @@ from compress.engines.base import (
     RuntimeLayer,
     TensorInfo,
     check_inputs,
-    import_library,
-    library_errors,
     load_onnx,
     read_onnx,
     with_batch,
@@ -32,6 +30,7 @@ from compress.engines.base import (
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.onnxruntime import weights_to_unsigned
 from compress.files import parse_json
+from compress.support.libraries import import_library, library_errors
 from compress.support.process import sums_bytes_in_16_bits, thread_count
 
 _KERNEL, _END = "_kernel_time", "model_run"

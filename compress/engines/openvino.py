@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +23,14 @@ from compress.engines.base import (
     TensorInfo,
     check_inputs,
     existing_file,
-    import_library,
-    library_errors,
     load_onnx,
     read_onnx,
-    reason,
     with_batch,
 )
 from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.export.openvino import extremes_apart, joins_signed, orders_in_two, to_unsigned
 from compress.onnx_graph import OnnxGraph, may_saturate
+from compress.support.libraries import import_library, keep_signal_stack, library_errors, reason
 from compress.support.process import NO_VNNI, sums_bytes_in_16_bits
 
 NAME = "openvino"
@@ -210,24 +205,3 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _version(ov: Any) -> str:
     return str(ov.__version__).split("-")[0]
-
-
-class _Stack(ctypes.Structure):
-    """`stack_t` of Linux (sigaltstack(2))."""
-
-    _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
-
-
-@contextmanager
-def keep_signal_stack() -> Iterator[None]:
-    """Restore this thread's alternate signal stack, which OpenVINO replaces: a freed one is fatal at a signal."""
-    if not sys.platform.startswith("linux"):
-        yield
-        return
-    sigaltstack = ctypes.CDLL(None).sigaltstack
-    stack = _Stack()
-    sigaltstack(None, ctypes.byref(stack))
-    try:
-        yield
-    finally:
-        sigaltstack(ctypes.byref(stack), None)

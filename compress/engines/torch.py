@@ -11,21 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.engines.base import (
-    Arrays,
-    Availability,
-    Engine,
-    EngineInfo,
-    TensorInfo,
-    array_of,
-    check_inputs,
-    library_errors,
-    reason,
-)
+from compress.engines.base import Arrays, Availability, Engine, EngineInfo, TensorInfo, array_of, check_inputs
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.export.names import output_names
 from compress.graph.compare import own_copy
 from compress.graph.inputs import named_tensors
+from compress.support.libraries import library_errors, reason
 from compress.support.process import restored
 
 NAME = "torch"

@@ -37,7 +37,7 @@ from compress.errors import CompressWarning, ExportError, ModelError
 from compress.export import ExportSpec
 from compress.export.casting import Ranges, cast_model
 from compress.export.names import INT4_KEY, LABELS_KEY, PREPROCESSING_KEY, TARGET_KEY, input_names, output_names
-from compress.export.targets import OPSET, clean, finish_for, pads_into_convolutions, shape_for
+from compress.export.targets import OPSET, clean, finish_for, pads_into_convolutions, shape_for, warn_of_refusal
 from compress.export.tensorrt import scales_on_outputs
 from compress.graph.attention import open_attention
 from compress.graph.canonical import preserve_input
@@ -48,7 +48,7 @@ from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module, trace
-from compress.onnx_graph import AVERAGE_POOLS, MAX_POOLS, drop_unread, free_name, replacing_model
+from compress.onnx_graph import AVERAGE_POOLS, MAX_POOLS, drop_unread, free_name, write_model
 from compress.quantization import MOST_BITS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, can_quantize, quantize_channels, quantizers, weight_axis
@@ -474,8 +474,8 @@ def export_onnx(
     proto.producer_name, proto.producer_version = "compress", ""
     onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}, target))
     _check(proto)
-    with replacing_model(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
+    write_model(path, proto.SerializeToString())
+    warn_of_refusal(Path(path), target)
     return Path(path)
 
 

@@ -18,6 +18,7 @@ from compress.errors import CompressWarning, first_few
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
+    PASSES,
     OnnxGraph,
     all_nodes,
     attribute,
@@ -173,6 +174,20 @@ def float_averages(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto
 
 
 @each_node
+def padding_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # OpenVINO moves the zero point of an AveragePool's input behind it, and padding that is counted is then no zero
+    # (8.6 dB): a Max that changes no value keeps it before. INT8 without a zero point may become UINT8 (`to_unsigned`).
+    padded = any(attribute(node, "pads", [])) or attribute(node, "auto_pad", b"").startswith(b"SAME")
+    counts = node.op_type == "AveragePool" and padded and attribute(node, "count_include_pad", 0)
+    pair = view.dequantizer(node.input[0], PASSES) if counts else None
+    point = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
+    if point is None or (point.dtype != np.int8 and not np.any(point)):
+        return None
+    tensor, node.input[0] = node.input[0], view.free(added_tensor(node.input[0], "padded"))
+    return [made_after(node, "Max", [tensor] * 2, node.input[0]), node]
+
+
+@each_node
 def joins_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Max that changes no value after every Concat whose result gets a zero point, but before convolutions.
 
@@ -274,6 +289,40 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
     second = made_after(node, "Gather", [between, names[1]], output)
     replace_attributes(second, axis=attribute(node, "axis", 0))
     return [node, second]
+
+
+def whole_transforms(proto: onnx.ModelProto) -> int:
+    """Rewrite one-sided DFTs, which OpenVINO reads with an axis too many, and inverse ones with an axis too few.
+
+    A whole DFT is cut; the result of an inverse one is reshaped. Those of unknown size are left alone.
+    """
+    transforms = [node for node in proto.graph.node if node.op_type == "DFT" and attribute(node, "onesided", 0)]
+    view, sizes = OnnxGraph(proto.graph), _sizes(proto) if transforms else {}
+
+    def whole(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node not in transforms:
+            return None
+        output, given = node.output[0], view.array(node.input[2]) if len(node.input) > 2 else None
+        axis = attribute(node, "axis", -2 if given is None else int(given))
+        if attribute(node, "inverse", 0):
+            shape = [0, *(dim.dim_value for dim in sizes.get(output, ())[1:])]
+            if len(shape) < 2 or 0 in shape[1:]:
+                return None
+            node.output[0] = view.free(added_tensor(output, "inverse"))
+            names = [view.add_constant(added_tensor(output, "shape"), np.asarray(shape, np.int64))]
+            return [node, made_after(node, "Reshape", [node.output[0], *names], output)]
+        length = view.array(node.input[1]) if len(node.input) > 1 else None
+        size = sizes[node.input[0]][axis].dim_value if node.input[0] in sizes else 0
+        count = size if length is None else int(length)
+        if not count:
+            return None
+        replace_attributes(node, onesided=0)
+        node.output[0] = view.free(added_tensor(output, "whole"))
+        bounds = (("first", 0), ("end", count // 2 + 1), ("axis", axis))
+        names = [view.add_constant(added_tensor(output, key), np.asarray([n], np.int64)) for key, n in bounds]
+        return [node, made_after(node, "Slice", [node.output[0], *names], output)]
+
+    return view.rewrite(whole)
 
 
 _TO_THE_END = np.iinfo(np.int64).max

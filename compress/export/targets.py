@@ -6,8 +6,11 @@ One list serves exported models and users' files.
 from __future__ import annotations
 
 import ast
+import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError
 from compress.export.names import INT4_KEY, added_tensor, node_name, tensor_name
 from compress.export.onnxruntime import (
     AXIS_OPSET,
@@ -40,13 +44,16 @@ from compress.export.openvino import (
     holds_pairs,
     joins_apart,
     orders_in_two,
+    padding_apart,
     products_apart,
     signs_apart,
     strides_kept,
     warn_of_resizes,
+    whole_transforms,
     zero_points_into_biases,
 )
 from compress.onnx_graph import WEIGHTED_OPS, OnnxGraph, attribute, drop_unread, opset_of, rename, replace_attributes
+from compress.support.libraries import import_library, keep_signal_stack, library_errors
 from compress.support.process import sums_bytes_in_16_bits
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -178,12 +185,14 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
         products_apart(proto)
         flat_gathers(proto)
         float_averages(proto)
+        padding_apart(proto)
         extremes_apart(proto)
         joins_apart(proto)
     if target != "onnxruntime":
         strides_kept(proto)
     if target in {"openvino", ""}:
         concatenated_pads(proto)
+        whole_transforms(proto)
         orders_in_two(proto)
 
 
@@ -255,3 +264,33 @@ def pack_int4(proto: onnx.ModelProto) -> int:
                 packed[name] = view.add_constant(added_tensor(name, "int4"), values.astype(dtype))
             node.input[i] = packed[name]
     return len(marked)
+
+
+# ONNX Runtime's words for an operator of a user's own domain, which it loads with its library.
+_OF_A_LIBRARY = re.compile(r"(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(-?\d+\) is not a registered")
+
+
+def refusal(file: Path, engine: str) -> str:
+    """Why OpenVINO or ONNX Runtime does not load a model; "" if it does, or is not installed."""
+    try:
+        if engine == "openvino":
+            library = import_library(engine, "pip install openvino")
+            with library_errors(EngineError, "OpenVINO does not load the file: "), keep_signal_stack():
+                library.Core().read_model(file)
+        elif engine == "onnxruntime":
+            library = import_library(engine, "pip install onnxruntime")
+            options = library.SessionOptions()
+            options.log_severity_level = 4
+            options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
+            with library_errors(EngineError, "ONNX Runtime does not load the file: "):
+                library.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except EngineUnavailableError:
+        return ""
+    except EngineError as error:
+        return "" if _OF_A_LIBRARY.search(str(error)) else str(error)
+    return ""
+
+
+def warn_of_refusal(file: Path, target: str) -> None:
+    if found := refusal(file, target):
+        warnings.warn(CompressWarning(f"{found}; it is written nevertheless"), stacklevel=4)

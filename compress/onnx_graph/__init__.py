@@ -378,8 +378,8 @@ def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
-    """Return the version of the standard operators; 0 if the file names none."""
-    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+    """Return the version of the standard operators; 0 if the file names none, the last of several as ONNX Runtime."""
+    return next((entry.version for entry in reversed(proto.opset_import) if entry.domain in {"", "ai.onnx"}), 0)
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.engines.base import Arrays, import_library
+from compress.engines.base import Arrays
 from compress.errors import CalibrationError
 from compress.onnx_graph import attribute, replace_nodes
 from compress.onnx_ptq.read import Reading
@@ -55,6 +55,7 @@ from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.view import always_zero
 from compress.quantization.report import CalibrationReport
+from compress.support.libraries import import_library
 from compress.support.process import core_count
 from compress.support.progress import NoProgress, Progress
 

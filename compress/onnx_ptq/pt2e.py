@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from compress.data.base import Preprocessing
 from compress.engines import coreml
-from compress.engines.base import TensorInfo, library_errors
+from compress.engines.base import TensorInfo
 from compress.engines.executorch import INFORMATION, imported, run_program
 from compress.errors import ExportError
 from compress.export.names import PREPROCESSING_KEY, input_names, output_names
@@ -36,6 +36,7 @@ from compress.onnx_ptq.to_torch import OPSET, Place, network_of, random_feed
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import quantized_layer
 from compress.quantization.sensitivity import sqnr
+from compress.support.libraries import library_errors
 
 _QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"

@@ -28,16 +28,16 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper, versio
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError
 
-from compress.engines.base import (
-    Arrays,
-    TensorInfo,
-    import_library,
-    library_errors,
-    load_onnx,
-    read_interface,
-    shape_text,
+from compress.engines.base import Arrays, TensorInfo, load_onnx, read_interface, shape_text
+from compress.errors import (
+    AuditError,
+    CalibrationError,
+    DataError,
+    EngineError,
+    QuantizationError,
+    first_few,
+    near_misses,
 )
-from compress.errors import AuditError, CalibrationError, DataError, EngineError, QuantizationError, near_misses
 from compress.files import path_of
 from compress.graph.inputs import batch_inputs
 from compress.onnx_graph import (
@@ -58,6 +58,7 @@ from compress.onnx_graph import (
     whole_shapes,
     without_weights,
 )
+from compress.support.libraries import import_library, library_errors
 from compress.support.process import thread_count
 
 # Opsets that are read.
@@ -184,6 +185,12 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
         graph.name = "graph"
     if unnamed:
         notes.append("the file's graph gets a name")
+    imports = {"" if entry.domain == "ai.onnx" else entry.domain: entry for entry in proto.opset_import}
+    if len(imports) < len(proto.opset_import):
+        kept = [helper.make_opsetid(domain, entry.version) for domain, entry in imports.items()]
+        del proto.opset_import[:]
+        proto.opset_import.extend(kept)
+        notes.append(f"of several imports of a domain the last is taken: opset {opset_of(proto)}")
     if sort_nodes(proto.graph):
         notes.append("the nodes of the file are put in order")
     newer = _newer_operators(proto)
@@ -194,7 +201,32 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
         _raise_around(path, proto, newer)
     if bare_outputs(proto.graph):  # no dimensions, until a run shows how many there are
         notes.append("the file's outputs get their number of dimensions")
-    return tuple(notes)
+    return (*notes, *_for_inference(proto))
+
+
+def _for_inference(proto: onnx.ModelProto) -> Iterator[str]:
+    """Leave out what Dropout does in training, as ONNX Runtime does; name what else is random or of each batch."""
+    dropped, normed, drawn = list[str](), list[str](), list[str]()
+    for graph in graphs_of(proto.graph):
+        view = OnnxGraph(graph)
+        for node in graph.node:
+            name = node.name or node.output[0]
+            if node.op_type == "Dropout" and np.any(view.array(node.input[2] if len(node.input) > 2 else "")):
+                del node.input[2:]
+                dropped.append(name)
+            elif node.op_type == "BatchNormalization" and len(node.output) > 1:
+                normed.append(name)
+            elif node.op_type in RANDOM:
+                drawn.append(name)
+    if dropped:
+        yield f"{first_few(dropped)}: in training mode in the file, and written for inference, where it does nothing"
+    if normed:
+        yield (
+            f"{first_few(normed)}: in training mode, so that results depend on the other images of a batch; export the "
+            "network with model.eval()"
+        )
+    if drawn:
+        yield f"{first_few(drawn)}: random in every run, also where results are compared"
 
 
 def _without_wrong_shapes(proto: onnx.ModelProto) -> tuple[str, ...]:
@@ -204,6 +236,9 @@ def _without_wrong_shapes(proto: onnx.ModelProto) -> tuple[str, ...]:
     """
     model = without_weights(proto)
     model.graph.value_info.extend(proto.graph.value_info)
+    for value in model.graph.output:  # those without dimensions get them from a run
+        if not value.type.tensor_type.shape.dim:
+            value.type.tensor_type.ClearField("shape")
     try:
         onnx.shape_inference.infer_shapes(model, strict_mode=True)
     except (InferenceError, ValueError) as error:

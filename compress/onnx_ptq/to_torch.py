@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor, fx, nn
 
-from compress.engines.base import Arrays, TensorInfo, library_errors
+from compress.engines.base import Arrays, TensorInfo
 from compress.errors import CompressError, ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
 from compress.graph.spelled import KNOWN
@@ -52,6 +52,7 @@ from compress.onnx_ptq.source import (
     load_source,
     open_batch,
 )
+from compress.support.libraries import library_errors
 
 # What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is.
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
@@ -322,6 +323,8 @@ def linear_with_sum(b: Builder, found: Compound) -> Value:
 
 def channel_norm(b: Builder, node: onnx.NodeProto) -> Value:
     """Convert BatchNormalization that was not folded, and InstanceNormalization, which has no statistics."""
+    if len(node.output) > 1:
+        raise QuantizationError("it is in training mode, and takes the statistics of each batch")
     scale, shift, *statistics = (constant(b, name) for name in node.input[1:5])
     kind = (_NORMS if statistics else _INSTANCE)[len(b.shapes[node.input[0]])]
     module = _filled(kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True), scale, shift)

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper
 from torch import Tensor
 
-from compress.engines.base import import_library, library_errors, read_onnx
+from compress.engines.base import read_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.names import INT4_KEY, TARGET_KEY, added_tensor
 from compress.export.onnx import NOT_HALF, half_or_more, half_scale, held_by_half
+from compress.export.targets import warn_of_refusal
 from compress.files import replacing
 from compress.onnx_graph import (
     WRITTEN_KEY,
@@ -41,6 +42,7 @@ from compress.onnx_ptq.read import OUTPUT, Reading, Weight
 from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
+from compress.support.libraries import import_library, library_errors
 
 _FLOAT8 = TensorProto.FLOAT8E4M3FN
 # Elements of a weight that are quantized at a time: below the grain of most of torch's operations, which one thread
@@ -221,7 +223,7 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
 
     Tensors that go to another file are taken out of the model, so that large ones are not in memory twice. External
     data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so that no model loses its weights;
-    those of a model that was at `path` are removed afterwards. A file for `target` ONNX Runtime is loaded once. Nothing
+    those of a model that was at `path` are removed afterwards. A file is loaded once by its target's engine. Nothing
     is written if the model is not valid.
     """
     if not any(entry.key in {WRITTEN_KEY, TARGET_KEY} for entry in source.proto.metadata_props):
@@ -229,11 +231,20 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
         _check(whole, path, target, source)
-        return write_model(path, whole)
+        write_model(path, whole)
+        warn_of_refusal(path, target if target == "openvino" else "")
+        return path
     del whole
     older, data = _weight_files(path), _free_data(path)
-    with replacing_model(path) as temporary, _external(source, data) as proto:
-        temporary.write_bytes(proto.SerializeToString())
+    try:
+        with replacing_model(path) as temporary:
+            with _external(source, data) as proto:
+                temporary.write_bytes(proto.SerializeToString())
+            _check(str(temporary), path, target, source)
+    except BaseException:
+        data.unlink(missing_ok=True)
+        raise
+    warn_of_refusal(path, target if target == "openvino" else "")
     for place in older - _weights_of_others(path):
         own = place.name.startswith(f"{path.name}.") and place.name.endswith(".data")
         if own and place.parent == path.parent:
@@ -286,7 +297,7 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
         yield proto
 
 
-def _check(model: bytes, path: Path, target: str, source: SourceFile) -> None:
+def _check(model: bytes | str, path: Path, target: str, source: SourceFile) -> None:
     """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
     with library_errors(AuditError, f"the new form of {path.name} is not valid (", "); report it, please"):
         onnx.checker.check_model(model, full_check=True)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from compress.data.base import Preprocessing
 from compress.data.decode import pixels_of, preprocessed, read_image
+from compress.data.files import readable
 from compress.data.folder import pictures_in
 from compress.engines.base import Engine, TensorInfo, read_onnx
 from compress.engines.registry import suits
@@ -128,8 +130,8 @@ def predict(
 ) -> list[Prediction]:
     """Run a finished run's file on images; its data need not be here.
 
-    `images` are files, or folders searched to any depth; `variant` "" = the best. `out` is the folder of what is
-    drawn or restored; None = `predictions` in the run folder.
+    `images` are files, or folders searched to any depth; a warning names those that cannot be read. `variant` "" = the
+    best. `out` is the folder of what is drawn or restored; None = `predictions` in the run folder.
     """
     run = run_without_data(folder)
     if run.recipe.task == "own":
@@ -143,16 +145,18 @@ def predict(
         _check_apart(names)
     with files.engine(engine, batch_size=1) as built:
         preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
+        whole, most = run.task.name == "restoration", run.recipe.data.max_pixels
+        answer = partial(_answer, run.task, built, preprocessing)
+
+        def read(path: Path) -> Tensor:
+            if whole:
+                return pixels_of(read_image(path, max_pixels=most))
+            return read_picture(path, preprocessing, cropped=run.task.name == "classification", max_pixels=most)
+
         found = []
-        for path, drawn in names.items():
-            most, size = run.recipe.data.max_pixels, preprocessing.height_width
-            if run.task.name == "restoration":
-                pixels = pixels_of(read_image(path, max_pixels=most))
-                seen = by_tiles(pixels, size, lambda part: _answer(run.task, built, preprocessing, part))
-            else:
-                pixels = read_picture(path, preprocessing, cropped=run.task.name == "classification", max_pixels=most)
-                seen = _answer(run.task, built, preprocessing, pixels)
-            found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, drawn))
+        for path, pixels in readable(list(names), read):
+            seen = by_tiles(pixels, preprocessing.height_width, answer) if whole else answer(pixels)
+            found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, names[path]))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,8 @@ from torch import nn
 
 from compress.data import DataSpec
 from compress.data.base import Batch, DataSet, Preprocessing, Split
+from compress.data.decode import read_image
+from compress.data.files import readable
 from compress.data.folder import FolderSplit
 from compress.data.load import class_count, load_data
 from compress.data.memory import MemorySplit
@@ -354,10 +357,16 @@ def _pictures(images: Path, count: int) -> list[Source]:
     if not images.is_dir():
         raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
     named = (path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS and not path.is_dir())
-    found = sorted(named)[:count]
+    found = sorted(named)
     if not found:
         raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
-    return _contents(found)
+    return [content for _, content in itertools.islice(readable(found, _decodable), count)]
+
+
+def _decodable(path: Path) -> Source:
+    (content,) = _contents([path])
+    read_image(path)
+    return content
 
 
 def _contents(files: Sequence[Path]) -> list[Source]:

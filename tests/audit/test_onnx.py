@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -333,3 +335,40 @@ def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
     words = {name: audit.mending[1].split()[3:4] for name, audit in audits.items()}
     assert words == {"float": ["ptq"], "fp16": ["ptq"], "bf16": ["ptq"], "int8": ["cast"], "both": []}
     assert audits["float"].producer == "me" and "--precision fp16" in audits["float"].mending[1]
+
+
+REFUSED = """
+<ir_version: 10, opset_import: ["": 21, "own": 1]>
+refused (float[1,4,8,8] x) => (float[1,4,N,M] y)
+<float[4,4,1,1] w = {WEIGHT}, float[8] roi = {0, 0, 0, 0, 1, 1, 0.5, 0.5}, int64[4] size = {1, 4, 4, 4}> {
+    a = Conv(x, w)
+    BODY
+}
+""".replace("WEIGHT", ", ".join(["0.25"] * 16))
+
+
+@pytest.mark.parametrize(
+    ("word", "body"),
+    [
+        ("own.Own", "y = own.Own(a)"),
+        ("Resize", 'y = Resize <coordinate_transformation_mode = "tf_crop_and_resize"> (a, roi, , size)'),
+        ("DeformConv", "o, p = Split <axis = 1, num_outputs = 2> (a) y = DeformConv(a, w, o)"),
+        ("", "y = Relu(a)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_that_openvino_does_not_load_is_not_called_int8(word, body, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    onnx.save(onnx.parser.parse_model(REFUSED.replace("BODY", body)), tmp_path / "m.onnx")
+    x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        path = quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(target="openvino"), out=tmp_path / "q.onnx")
+    found = audit_onnx(path)
+    if word:
+        with pytest.raises(Exception, match=word.split(".")[-1]):
+            openvino.Core().read_model(path)
+        assert word in found.refused and any(word in str(one.message) for one in seen)
+    else:
+        openvino.Core().read_model(path)
+    assert found.int8_share == (0.0 if word else 1.0) and bool(found.refused) is bool(word)

@@ -21,7 +21,7 @@ from compress.cli.app import app
 from compress.cli.options import FormOptions
 from compress.data.base import Preprocessing
 from compress.data.files import ImageFolder, read_input, unlabelled
-from compress.errors import DataError, EngineUnavailableError, RunError
+from compress.errors import CompressWarning, DataError, EngineUnavailableError, RunError
 from compress.measure.latency import STAGES, EndToEnd
 from compress.pipeline.run import open_run
 from compress.pipeline.saved import _evaluation_images
@@ -163,6 +163,10 @@ def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_pa
     path, pictures = made
     empty = bench(path, "--end-to-end", "--images", tmp_path)
     assert isinstance(empty.exception, DataError) and "holds no JPEG or PNG" in str(empty.exception)
+    (tmp_path / "shots").mkdir()
+    (tmp_path / "shots" / "bad.png").write_bytes(b"no picture")
+    damaged = bench(path, "--end-to-end", "--images", tmp_path / "shots")
+    assert isinstance(damaged.exception, DataError) and "bad.png is not a readable image" in str(damaged.exception)
     model = onnx.load(path)
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "silent.onnx")
@@ -443,6 +447,22 @@ def test_hidden_files_are_no_pictures(floats):
     # macOS writes a file `._NAME` beside each on disks of another kind; it is no picture.
     (floats / "pictures" / "._0.png").write_bytes(b"attributes")
     assert len(ImageFolder(floats / "pictures", Preprocessing(image_size=8), limit=9, batch_size=1).paths) == 3
+
+
+def test_damaged_pictures_of_a_folder_are_left_out_and_named(tmp_path):
+    form, pixels = Preprocessing(image_size=8, resize="squash"), np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3))
+    for i, image in enumerate(pixels):
+        Image.fromarray(image.astype(np.uint8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:60])
+    (tmp_path / "3.png").write_bytes(b"")
+    with pytest.warns(CompressWarning, match=r"^2 of 5 images are left out: .*1\.png .*3\.png"):
+        batches = list(unlabelled(str(tmp_path), form, limit=9, batch_size=2))
+    expected = (pixels[[0, 2, 4]] / 255 - np.asarray(form.mean)) / np.asarray(form.std)
+    np.testing.assert_allclose(np.concatenate(batches).transpose(0, 2, 3, 1), expected, atol=1e-6)
+    for i in (0, 2, 4):
+        (tmp_path / f"{i}.png").unlink()
+    with pytest.raises(DataError, match=r"1\.png is not a readable image"):
+        list(unlabelled(str(tmp_path), form, limit=9, batch_size=2))
 
 
 def test_a_quantized_file_begins_anew(compress, floats):

@@ -172,6 +172,22 @@ def test_a_missing_file_of_voc_is_named(tmp_path, file, message):
         load_data(spec(tmp_path))
 
 
+@pytest.mark.parametrize("name", WRITE)
+def test_lists_that_windows_wrote_are_read_alike(tmp_path, name):
+    WRITE[name](tmp_path)
+    for file in (*tmp_path.glob("*/Main/*.txt"), *tmp_path.glob("annotations/*.json")):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\r\n")
+    data = load_data(spec(tmp_path, name))
+    assert [one.image.stem for one in (*data.train.annotations, *data.val.annotations)] == ["a", "b", "c"]
+
+
+def test_an_image_that_is_listed_twice_is_refused(tmp_path):
+    write_voc(tmp_path)
+    (tmp_path / "ImageSets/Main/val.txt").write_text("c\nc\n")
+    with pytest.raises(DataError, match=r"val\.txt lists 1 images more than once: c"):
+        load_data(spec(tmp_path))
+
+
 def test_an_image_of_another_size_than_annotated_is_named(tmp_path):
     write_voc(tmp_path)
     (tmp_path / "Annotations/a.xml").write_text(xml(BOXES["a"], size=(50, 60)))
@@ -201,6 +217,7 @@ BAD_COCO = {
     "outside": (lambda c: c["annotations"][0].update(bbox=[-9, 1, 5, 5]), "image a.png: the box .* is outside"),
     "no box": (lambda c: c["annotations"][0].pop("bbox"), "image a.png: KeyError: 'bbox'"),
     "stray": (lambda c: c["annotations"][0].update(image_id=99), "images that it does not list: image_id 99"),
+    "twice": (lambda c: c["images"].append(c["images"][0]), "lists 1 image ids more than once: 0"),
     "image id": (lambda c: c["images"][0].update(id=[1]), "images that it does not list: image_id"),
     "image_id": (lambda c: c["annotations"][0].update(image_id={}), "images that it does not list: image_id None"),
     "width": (lambda c: c["images"][0].update(width=float("inf")), "image a.png: OverflowError"),

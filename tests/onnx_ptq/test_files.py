@@ -92,6 +92,55 @@ def test_a_graph_without_a_name_is_read_as_engines_do(tmp_path):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ("d, mask = Dropout (a, half, yes)", "d: in training mode in the file, and written for inference"),
+        ("d, mask = Dropout (a, half)", ""),
+        (
+            "d, m, v = BatchNormalization <training_mode = 1> (a, ones, half8, half8, ones)",
+            "d: in training mode, so that",
+        ),
+        ("n = RandomNormalLike (a) d = Add (a, n)", "n: random in every run"),
+    ],
+)
+def test_what_a_file_computes_as_in_training_is_said(node, text, tmp_path):
+    # Oracle: ONNX Runtime on the file whose Dropout was exported for inference.
+    model = """<ir_version: 8, opset_import: ["": 15]> net (float[N,3,12,12] x) => (float[N,8,8,8] y)
+        <float half = {0.5}, bool yes = {1}> { a = Conv(x, w) NODE y = Conv(d, u) }"""
+    values = {
+        "w": weights(8, 3, 3, 3),
+        "u": weights(8, 8, 3, 3),
+        "ones": np.ones(8, "f"),
+        "half8": np.full(8, 0.5, "f"),
+    }
+    for name, own in (("m", node), ("inference", node.replace(", yes", ""))):
+        proto = onnx.parser.parse_model(model.replace("NODE", own))
+        proto.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in values.items())
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    x = np.random.default_rng(1).normal(size=(8, 3, 12, 12)).astype(np.float32)
+    done = quantize_onnx_file(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(), out=tmp_path / "q.onnx")
+    assert text in "; ".join(done.notes) and ("training" in "; ".join(done.notes)) is ("training" in text)
+    assert not any("states shapes" in note for note in done.notes)
+    if "Dropout" in node:
+        assert sqnr(run(tmp_path / "inference.onnx", x), run(tmp_path / "q.onnx", x)) > 25
+
+
+@pytest.mark.parametrize("domain", ["", "ai.onnx"])
+def test_of_two_imports_of_a_domain_the_last_is_taken_as_by_onnx_runtime(domain, tmp_path):
+    # Softmax before opset 13 is over all axes from the second on; the engine is the oracle.
+    x = np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)
+    model = """<ir_version: 7, opset_import: ["": 13, "DOMAIN": 11]> net (float[1,3,8,8] x) => (float[1,8,6,6] y)
+        { a = Conv(x, w) y = Softmax(a) }"""
+    proto = onnx.parser.parse_model(model.replace("DOMAIN", "other"))
+    proto.opset_import[1].domain = domain
+    proto.graph.initializer.append(numpy_helper.from_array(weights(8, 3, 3, 3), "w"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    done = quantize_onnx_file(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(target="onnxruntime"))
+    assert sqnr(run(tmp_path / "m.onnx", x), run(done.path, x)) > 20
+    assert any("the last is taken" in note for note in done.notes)
+
+
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
     result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import compress
-from compress.errors import DataError, QuantizationError, RecipeError, RunError
+from compress.errors import CompressWarning, DataError, QuantizationError, RecipeError, RunError
 from compress.pipeline.predict import predict, write_bundle
 from compress.pipeline.saved import bench_again, export_again, networks_of
 from compress.quantization.quantizer import quantizers
@@ -175,6 +175,8 @@ def test_predict_names_the_classes_of_pictures(finished, tmp_path):
     for bad in ("no.png", "absent.png"):
         with pytest.raises(DataError, match=f"{bad} is not a readable image"):
             predict(finished, [tmp_path / bad])
+    with pytest.warns(CompressWarning, match=r"^1 of 7 images are left out: .*no\.png is not a readable image"):
+        assert predict(finished, [tmp_path]) == found
 
 
 def test_the_card_has_the_front_matter_of_hubs_and_the_engines_numbers(finished):

@@ -25,9 +25,7 @@ from compress.engines.base import (
     check_inputs,
     check_shape,
     check_tensors,
-    import_library,
     read_onnx,
-    reason,
     with_batch,
 )
 from compress.engines.cuda.executor import runtime_layer
@@ -47,6 +45,7 @@ from compress.engines.cuda.program import (
     time_program,
 )
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.support.libraries import import_library, reason
 
 NAME = "cuda"
 OPTIONS = {

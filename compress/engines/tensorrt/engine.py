@@ -22,7 +22,6 @@ from compress.engines.base import (
     array_of,
     check_inputs,
     existing_file,
-    reason,
     time_batch,
     with_open_batch,
 )
@@ -49,6 +48,7 @@ from compress.engines.tensorrt.metadata import (
 from compress.engines.tensorrt.options import TensorRTOptions, check_admitted, parse_options, yes_or_no
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_bytes, write_text
+from compress.support.libraries import reason
 
 if TYPE_CHECKING:
     import tensorrt

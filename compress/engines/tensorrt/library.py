@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.engines.base import Availability, reason
+from compress.engines.base import Availability
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.support.libraries import reason
 from compress.version import install_hint
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from compress.engines.base import OnnxFile, library_errors, read_onnx, shape_text
+from compress.engines.base import OnnxFile, read_onnx, shape_text
 from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host, pads_of
 from compress.errors import EngineError
 from compress.onnx_graph import free_name, opset_of, sort_nodes
+from compress.support.libraries import library_errors
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
