@@ -38,16 +38,26 @@ def _sentence(kind: type[BaseException], error: BaseException, trace: Any) -> No
     return print(f"error {kind.__name__}: {error}", file=sys.stderr)
 
 
-def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out`, the folder of the results; the environment variable OUT changes its default.
+def option(*names: str, **about: Any) -> tuple[tuple[str, ...], Row]:
+    """An argument of a study, given as to argparse's `add_argument`."""
+    return names, about
+
+
+def study_options(
+    description: str | None, *options: tuple[tuple[str, ...], Row], out: str | None = None
+) -> argparse.Namespace:
+    """Return what the command line says; `out`, if any, is the default of `--out`, which the variable OUT changes.
 
     What compress refuses ends the process with a sentence from here on, as it does on the command line.
     """
     sys.excepthook = _sentence
-    parser = argparse.ArgumentParser(description=description)
-    folder = Path(os.environ.get("OUT", out))
-    parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
-    return parser
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out is not None:
+        folder = Path(os.environ.get("OUT", out))
+        parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
+    for names, about in options:
+        parser.add_argument(*names, **about)
+    return parser.parse_args()
 
 
 def command_line(arguments: Sequence[str] | None = None, **shown: str) -> str:
@@ -135,6 +145,4 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def report_from_file(description: str | None, write: Callable[[Path], object]) -> None:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("file", type=Path, help="JSON file that the study wrote")
-    write(parser.parse_args().file)
+    write(study_options(description, option("file", type=Path, help="JSON file that the study wrote")).file)

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 import compress
-from analysis.common.study import Row, command_line, study_parser
+from analysis.common.study import Row, command_line, option, study_options
 from compress.data.base import BatchPlan
 from compress.files import write_json, write_text
 from compress.measure.latency import latency_ratio, measure_latency
@@ -30,11 +30,13 @@ print(nncf.__version__)
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--nncf-python", type=Path, help="Python interpreter of an environment that has nncf")
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--nncf-python", type=Path, help="Python interpreter of an environment that has nncf"),
+        option("--runs", type=int, default=200),
+        option("--threads", type=int, default=2),
+        out="results",
+    )
     with tempfile.TemporaryDirectory() as name:
         files, version = build(Path(name), arguments.nncf_python)
         rows = time_files(files, arguments.runs, arguments.threads)

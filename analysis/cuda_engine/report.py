@@ -6,13 +6,12 @@
 Findings stand in `cuda_engine.notes.md` beside the data, and become a part of the page.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import listed, table
+from analysis.common.study import listed, option, study_options, table
 from compress.files import write_json, write_text
 from compress.roofline_model.devices import TABLE, Device, table_device
 
@@ -243,10 +242,11 @@ def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("file", type=Path),
+        option("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones"),
+    )
     if arguments.new:
         old = json.loads(arguments.file.read_text(encoding="utf-8")) if arguments.file.is_file() else None
         write_json(arguments.file, merged(old, json.loads(arguments.new.read_text(encoding="utf-8"))))

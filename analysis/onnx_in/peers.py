@@ -24,7 +24,7 @@ import torch
 import torchvision
 
 import compress
-from analysis.common.study import Feeds, Row, command_line, software, study_parser
+from analysis.common.study import Feeds, Row, command_line, option, software, study_options
 from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
 from analysis.real_accuracy.methods import exported
 from analysis.real_accuracy.networks import efficientnet_lite0, pictures
@@ -39,15 +39,17 @@ Data = list[torch.Tensor]
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--pictures", type=Path, required=True)
-    parser.add_argument("--builds", type=int, default=10, help="engines built of each file, which are timed in turn")
-    parser.add_argument("--runs", type=int, default=20, help="timed runs of each of them, five a turn")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--pictures", type=Path, required=True),
+        option("--builds", type=int, default=10, help="engines built of each file, which are timed in turn"),
+        option("--runs", type=int, default=20, help="timed runs of each of them, five a turn"),
+        option("--threads", type=int, default=1),
+        option("--limit", type=int, help="number of pictures, for a trial"),
+        option("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS)),
+        option("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]"),
+        out="results",
+    )
     images = pictures(sorted(arguments.pictures.glob("*.jpg"))[: arguments.limit])
     chosen = torch.arange(len(images)) % EVERY == 0
     calibration = list(images[chosen].split(BATCH))

@@ -34,8 +34,9 @@ from analysis.common.study import (
     command_line,
     gpu_software,
     listed,
+    option,
     read_rows,
-    study_parser,
+    study_options,
     table,
     time_limit,
 )
@@ -328,14 +329,16 @@ def _run(file: Path, x: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests")
-    parser.add_argument("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers")
-    parser.add_argument("--onnx-tests", action="store_true")
-    parser.add_argument("--packages", action="store_true", help="networks of packages that are installed")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--rows", type=Path, default=Path("runs/peers_suites.jsonl"), help="goes on from these rows")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests"),
+        option("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers"),
+        option("--onnx-tests", action="store_true"),
+        option("--packages", action="store_true", help="networks of packages that are installed"),
+        option("--targets", nargs="+", choices=TARGETS, default=list(TARGETS)),
+        option("--rows", type=Path, default=Path("runs/peers_suites.jsonl"), help="goes on from these rows"),
+        out="results",
+    )
     warnings.simplefilter("ignore")
     rows = [Row(**row) for row in read_rows(o.rows)]
     done = {(row.suite, row.model, row.target) for row in rows}

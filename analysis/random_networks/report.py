@@ -1,10 +1,9 @@
 """Adds the rows of runs to random_networks.json, and writes random_networks.md from it."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import read_rows
+from analysis.common.study import option, read_rows, study_options
 from analysis.random_networks.check import LOWEST_DB, RUNTIME_DB, SAME
 from compress.files import read_json, write_json, write_text
 
@@ -52,10 +51,11 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="*", help="files that analysis.random_networks.run wrote")
-    parser.add_argument("--out", type=Path, default=Path("results/reliability"), help="folder of the results")
-    options = parser.parse_args()
+    options = study_options(
+        __doc__,
+        option("rows", type=Path, nargs="*", help="files that analysis.random_networks.run wrote"),
+        out="results/reliability",
+    )
     results = read_json(options.out / NAME)
     runs = {run["first_seed"]: run for run in results["runs"]}
     for path in options.rows:
