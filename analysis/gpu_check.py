@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import compress
+from analysis.common.networks import random_network
 from analysis.common.qat_variants import NETWORKS
 from analysis.common.study import option, study_options
 from analysis.cuda_engine.networks import images, qdq_file
@@ -229,14 +230,7 @@ def _trained_on(
 
 def _network(name: str) -> nn.Module:
     torch.manual_seed(0)
-    if name in NETWORKS:
-        model = NETWORKS[name].make()
-    elif name in torchvision.models.list_models():
-        model = torchvision.models.get_model(name, weights=None)
-    else:
-        import timm  # optional: torchvision has no DeiT and no ConvNeXtV2
-
-        model = timm.create_model(name)
+    model = NETWORKS[name].make() if name in NETWORKS else random_network(name)
     model = model.cuda().to(memory_format=torch.channels_last)
     for module in model.modules():
         if isinstance(module, nn.Dropout | torchvision.ops.StochasticDepth):

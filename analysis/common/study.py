@@ -15,21 +15,12 @@ from typing import Any
 import numpy as np
 
 from compress.errors import CompressError
+from compress.measure.parity import sqnr_db
 
 Row = dict[str, Any]
 
 # Options whose values are paths of one machine. They do not belong to what was measured.
 PATH_OPTIONS = frozenset({"--out", "--before", "--cache", "--peers", "--rows"})
-
-
-class Feeds:
-    """Batches as ONNX Runtime's quantizer reads them (its CalibrationDataReader)."""
-
-    def __init__(self, name: str, batches: Iterable[Any]) -> None:
-        self._feeds = iter([{name: np.asarray(batch)} for batch in batches])
-
-    def get_next(self) -> dict[str, Any] | None:
-        return next(self._feeds, None)
 
 
 def _sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -131,6 +122,12 @@ def append_row(file: Path, row: Row) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as opened:
         opened.write(json.dumps(row) + "\n")
+
+
+def sqnr(expected: Sequence[Any], found: Sequence[Any]) -> float:
+    """Signal to noise in dB of arrays that belong together; at most 300, so that a file holds it."""
+    joined = (np.concatenate([np.asarray(x, np.float64).ravel() for x in arrays]) for arrays in (expected, found))
+    return min(300.0, sqnr_db(*joined))
 
 
 def listed(row: Row) -> str:

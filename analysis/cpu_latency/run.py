@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 
 import compress
+from analysis.common.networks import random_network, with_statistics
 from analysis.common.study import Row, command_line, option, study_options
 from compress.data.base import BatchPlan
 from compress.files import write_json, write_text
@@ -51,14 +51,9 @@ def build(folder: Path, nncf_python: Path | None) -> tuple[dict[str, Path], str]
 
     BatchNorm has the statistics of images, so that folding leaves the size of the activations as it is.
     """
-    torch.manual_seed(0)
-    model = torchvision.models.resnet50()
     split = compress.load_data(compress.DataSpec(name="shapes", image_size=224, train_images=IMAGES)).train
     batches = [images for images, _ in split.batches(BatchPlan(batch_size=16))]
-    with torch.no_grad():
-        for batch in batches:
-            model.train()(batch)
-    model.eval()
+    model = with_statistics(random_network("resnet50"), *batches)
     files = {"float": compress.export_onnx(model, batches[0][:1], folder / "float.onnx")}
     for target in ("openvino", "onnxruntime", "tensorrt"):
         qmodel = compress.quantize(model, batches[0][:2], batches, spec=compress.QuantSpec(target=target))

@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 import compress
+from analysis.common.networks import random_network, with_statistics
 from analysis.common.study import (
     Row,
     append_row,
@@ -34,7 +35,7 @@ from analysis.common.study import (
     study_options,
     table,
 )
-from analysis.onnx_in.forms import random_network, with_statistics, write_dynamo, write_older
+from analysis.onnx_in.forms import write_dynamo, write_older
 from compress.engines.base import read_onnx
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files

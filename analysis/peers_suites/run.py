@@ -36,6 +36,7 @@ from analysis.common.study import (
     listed,
     option,
     read_rows,
+    sqnr,
     study_options,
     table,
     time_limit,
@@ -142,11 +143,6 @@ class Row:
     @property
     def column(self) -> str:
         return NOTHING if self.reason.startswith(NO_PRODUCT) else self.verdict
-
-
-def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
-    noise = float(((expected - found) ** 2).sum())
-    return 10 * float(np.log10(max(float((expected**2).sum()), 1e-30) / noise)) if noise else 100.0
 
 
 def modules_of(peers: Path, suite: str) -> Iterator[tuple[str, nn.Module, Inputs]]:
@@ -276,8 +272,8 @@ def judge_network(network: nn.Module, x: Inputs, target: Target, folder: Path) -
     with compress.build_engine(file, engine, batch_size=len(x[0]), precision=f32) as built:
         named = {value.name: one.numpy() for value, one in zip(built.inputs, x, strict=True)}
         found = built.run(named)[built.outputs[0].name]
-    near, same = sqnr(expected.numpy(), fake.numpy()), sqnr(fake.numpy(), found)
-    least = min(SAME_DB, near, sqnr(fake.numpy(), beside.numpy()) - ROUNDING_DB)
+    near, same = sqnr([expected], [fake]), sqnr([fake], [found])
+    least = min(SAME_DB, near, sqnr([fake], [beside]) - ROUNDING_DB)
     said = f"{near:.0f} dB to float, engine {same:.0f} dB to the quantized network"
     return ("wrong" if same < least else "coarse" if near < NEAR_DB else "passed"), said
 
@@ -319,7 +315,7 @@ def judge_file(file: Path, inputs: list[np.ndarray], target: Target, folder: Pat
         folder / "float.onnx", [inputs[0]], spec=compress.QuantSpec(target=target), out=folder / "q.onnx"
     )
     expected, found = (_run(path, inputs[0]) for path in (folder / "float.onnx", made))
-    near = sqnr(expected.astype("f8"), found.astype("f8"))
+    near = sqnr([expected], [found])
     return ("coarse" if near < NEAR_DB else "passed"), f"{near:.0f} dB to float"
 
 

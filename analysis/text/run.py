@@ -27,7 +27,8 @@ from torchmetrics.functional.text import edit_distance
 from torchvision.transforms.v2 import functional
 
 import compress
-from analysis.common.study import Feeds, Row, command_line, option, software, study_options
+from analysis.common.peers import Feeds
+from analysis.common.study import Row, command_line, option, software, sqnr, study_options
 from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
 from compress.measure.machine import describe_machine
@@ -253,12 +254,6 @@ def _features(images: Images, run: Run, expected: Judged | None) -> Judged:
             "sqnr_db": sqnr(expected.outputs, outputs),
         },
     )
-
-
-def sqnr(expected: Images, found: Images) -> float:
-    noise = sum(np.square(a - b, dtype=np.float64).sum() for a, b in zip(expected, found, strict=True))
-    signal = sum(np.square(a, dtype=np.float64).sum() for a in expected)
-    return float(10 * np.log10(signal / max(noise, 1e-300)))
 
 
 def interval(values: np.ndarray) -> list[float]:
