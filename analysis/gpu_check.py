@@ -38,7 +38,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import compress
+from analysis.common.networks import random_network
 from analysis.common.qat_variants import NETWORKS
+from analysis.common.study import option, study_options
 from analysis.cuda_engine.networks import images, qdq_file
 from compress.data import DataSpec
 from compress.data.base import BatchPlan, DataSet
@@ -72,18 +74,19 @@ Row = tuple[str, str, bool]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=list(GOALS))
-    parser.add_argument("--curves", nargs="*", default=(), help="networks whose losses are compared, 240 steps each")
-    parser.add_argument(
-        "--parallel", nargs="*", default=[*PARALLEL, "files"], help="networks that a process on each GPU trains"
+    asked = study_options(
+        __doc__,
+        option("--families", nargs="*", default=list(GOALS)),
+        option("--curves", nargs="*", default=(), help="networks whose losses are compared, 240 steps each"),
+        option(
+            "--parallel", nargs="*", default=[*PARALLEL, "files"], help="networks that a process on each GPU trains"
+        ),
+        option("--engines", nargs="*", default=list(ENGINES)),
+        option("--tests", nargs="*", default=list(TESTS)),
+        option("--no-compile", action="store_true", help="leave torch.compile out: a minute a network"),
+        option("--batch", type=int, default=64),
+        option("--worker", nargs=2, help=argparse.SUPPRESS),
     )
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES))
-    parser.add_argument("--tests", nargs="*", default=list(TESTS))
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: a minute a network")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
     if asked.worker:
         kind, name = asked.worker
         {"train": _train, "curves": _curves, "parallel": _parallel, "files": _files}[kind](name, asked)
@@ -227,14 +230,7 @@ def _trained_on(
 
 def _network(name: str) -> nn.Module:
     torch.manual_seed(0)
-    if name in NETWORKS:
-        model = NETWORKS[name].make()
-    elif name in torchvision.models.list_models():
-        model = torchvision.models.get_model(name, weights=None)
-    else:
-        import timm  # optional: torchvision has no DeiT and no ConvNeXtV2
-
-        model = timm.create_model(name)
+    model = NETWORKS[name].make() if name in NETWORKS else random_network(name)
     model = model.cuda().to(memory_format=torch.channels_last)
     for module in model.modules():
         if isinstance(module, nn.Dropout | torchvision.ops.StochasticDepth):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from analysis.calibration_speed import report
 from analysis.calibration_speed.report import PLAIN, Timing
-from analysis.common.study import Row, command_line, software, study_parser
+from analysis.common.study import Row, command_line, option, software, study_options
 from compress.files import write_json
 from compress.measure.machine import describe_machine
 from compress.quantization import ActivationSpec, QuantSpec
@@ -223,13 +223,13 @@ def same(ours: list[float], theirs: list[float]) -> Row:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--patience", type=float, default=0.0, metavar="SECONDS", help="time to wait for a quiet machine"
+    arguments = study_options(
+        __doc__,
+        option("--rounds", type=int, default=5),
+        option("--patience", type=float, default=0.0, metavar="SECONDS", help="time to wait for a quiet machine"),
+        option("--others", type=float, default=0.05, metavar="SHARE", help="tolerated load of other processes"),
+        out="results",
     )
-    parser.add_argument("--others", type=float, default=0.05, metavar="SHARE", help="tolerated load of other processes")
-    arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     result = measure(arguments.rounds, QuietMachine(arguments.others, arguments.patience))
     report.write(write_json(arguments.out / "calibration_speed.json", result))

@@ -20,6 +20,7 @@ import torchvision
 from torch import Tensor, fx, nn
 
 import compress
+from analysis.common.networks import with_statistics
 from analysis.common.study import Row, gpu_software
 from compress.graph.fold import fold_batchnorm
 from compress.qat_fusion.fuse import FusedLayerModule
@@ -72,16 +73,9 @@ def pretrained(network: Network) -> nn.Module:
     torch.manual_seed(0)
     model = network.make().to(DEVICE)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
         if isinstance(module, nn.Linear) and not bool(module.weight.any()):
             nn.init.normal_(module.weight, std=0.02)  # a classifier of zeros has no range
-    with torch.no_grad():
-        model.train()(images(network, min(32, network.batch)))
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.1  # None would make the compiler break the graph
-    return model
+    return with_statistics(model, images(network, min(32, network.batch))).train()
 
 
 def images(network: Network, count: int) -> Tensor:

@@ -15,21 +15,12 @@ from typing import Any
 import numpy as np
 
 from compress.errors import CompressError
+from compress.measure.parity import sqnr_db
 
 Row = dict[str, Any]
 
 # Options whose values are paths of one machine. They do not belong to what was measured.
 PATH_OPTIONS = frozenset({"--out", "--before", "--cache", "--peers", "--rows"})
-
-
-class Feeds:
-    """Batches as ONNX Runtime's quantizer reads them (its CalibrationDataReader)."""
-
-    def __init__(self, name: str, batches: Iterable[Any]) -> None:
-        self._feeds = iter([{name: np.asarray(batch)} for batch in batches])
-
-    def get_next(self) -> dict[str, Any] | None:
-        return next(self._feeds, None)
 
 
 def _sentence(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -38,16 +29,26 @@ def _sentence(kind: type[BaseException], error: BaseException, trace: Any) -> No
     return print(f"error {kind.__name__}: {error}", file=sys.stderr)
 
 
-def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out`, the folder of the results; the environment variable OUT changes its default.
+def option(*names: str, **about: Any) -> tuple[tuple[str, ...], Row]:
+    """An argument of a study, given as to argparse's `add_argument`."""
+    return names, about
+
+
+def study_options(
+    description: str | None, *options: tuple[tuple[str, ...], Row], out: str | None = None
+) -> argparse.Namespace:
+    """Return what the command line says; `out`, if any, is the default of `--out`, which the variable OUT changes.
 
     What compress refuses ends the process with a sentence from here on, as it does on the command line.
     """
     sys.excepthook = _sentence
-    parser = argparse.ArgumentParser(description=description)
-    folder = Path(os.environ.get("OUT", out))
-    parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
-    return parser
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out is not None:
+        folder = Path(os.environ.get("OUT", out))
+        parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
+    for names, about in options:
+        parser.add_argument(*names, **about)
+    return parser.parse_args()
 
 
 def command_line(arguments: Sequence[str] | None = None, **shown: str) -> str:
@@ -123,6 +124,12 @@ def append_row(file: Path, row: Row) -> None:
         opened.write(json.dumps(row) + "\n")
 
 
+def sqnr(expected: Sequence[Any], found: Sequence[Any]) -> float:
+    """Signal to noise in dB of arrays that belong together; at most 300, so that a file holds it."""
+    joined = (np.concatenate([np.asarray(x, np.float64).ravel() for x in arrays]) for arrays in (expected, found))
+    return min(300.0, sqnr_db(*joined))
+
+
 def listed(row: Row) -> str:
     return ", ".join(f"{key} {value}" for key, value in row.items())
 
@@ -135,6 +142,4 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def report_from_file(description: str | None, write: Callable[[Path], object]) -> None:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("file", type=Path, help="JSON file that the study wrote")
-    write(parser.parse_args().file)
+    write(study_options(description, option("file", type=Path, help="JSON file that the study wrote")).file)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
-from analysis.common.study import study_parser
+from analysis.common.study import study_options
 from compress.measure.parity import sqnr_db
 from compress.plots.layers import draw_block
 from compress.plots.style import LIGHT, caption, compact, save_figure, styled
@@ -100,7 +100,7 @@ def _weight(axes: Axes, weight: Tensor, mask: Tensor) -> None:
 
 
 def main() -> None:
-    out = study_parser(__doc__, out="docs/figures").parse_args().out
+    out = study_options(__doc__, out="docs/figures").out
     torch.manual_seed(0)
     example = torch.randn(1, 3, 64, 64)
     for target in ("tensorrt", "openvino"):

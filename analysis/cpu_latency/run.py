@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 
 import compress
-from analysis.common.study import Row, command_line, study_parser
+from analysis.common.networks import random_network, with_statistics
+from analysis.common.study import Row, command_line, option, study_options
 from compress.data.base import BatchPlan
 from compress.files import write_json, write_text
 from compress.measure.latency import latency_ratio, measure_latency
@@ -30,11 +30,13 @@ print(nncf.__version__)
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--nncf-python", type=Path, help="Python interpreter of an environment that has nncf")
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--nncf-python", type=Path, help="Python interpreter of an environment that has nncf"),
+        option("--runs", type=int, default=200),
+        option("--threads", type=int, default=2),
+        out="results",
+    )
     with tempfile.TemporaryDirectory() as name:
         files, version = build(Path(name), arguments.nncf_python)
         rows = time_files(files, arguments.runs, arguments.threads)
@@ -49,14 +51,9 @@ def build(folder: Path, nncf_python: Path | None) -> tuple[dict[str, Path], str]
 
     BatchNorm has the statistics of images, so that folding leaves the size of the activations as it is.
     """
-    torch.manual_seed(0)
-    model = torchvision.models.resnet50()
     split = compress.load_data(compress.DataSpec(name="shapes", image_size=224, train_images=IMAGES)).train
     batches = [images for images, _ in split.batches(BatchPlan(batch_size=16))]
-    with torch.no_grad():
-        for batch in batches:
-            model.train()(batch)
-    model.eval()
+    model = with_statistics(random_network("resnet50"), *batches)
     files = {"float": compress.export_onnx(model, batches[0][:1], folder / "float.onnx")}
     for target in ("openvino", "onnxruntime", "tensorrt"):
         qmodel = compress.quantize(model, batches[0][:2], batches, spec=compress.QuantSpec(target=target))

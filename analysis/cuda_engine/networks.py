@@ -1,12 +1,12 @@
 """The networks of the study: built, quantized and exported on the CPU, without weights from anywhere."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import compress
+from analysis.common.networks import random_network
 from examples.yolo import SIZES as YOLOS
 from examples.yolo import Yolo
 
@@ -24,17 +24,9 @@ def network(name: str) -> nn.Module:
         return _Tiny().eval()
     if name.startswith("yolo_"):
         return Yolo(12, size=name.removeprefix("yolo_"), end_to_end=True).eval()
-    try:
-        import torchvision  # lazy: only networks of its own need it
-
-        return torchvision.models.get_model(name, weights=None).eval()
-    except (ImportError, ValueError):
-        import timm  # lazy: only networks of its own need it
-
-        options: dict[str, Any] = {"img_size": 32, "patch_size": 8} if name == "vit_tiny_of_32" else {}
-        return timm.create_model(
-            name.removesuffix("_of_32") + ("_patch16_224" if options else ""), pretrained=False, **options
-        ).eval()
+    if name == "vit_tiny_of_32":
+        return random_network("vit_tiny_patch16_224", img_size=32, patch_size=8).eval()
+    return random_network(name).eval()
 
 
 class _Tiny(nn.Module):

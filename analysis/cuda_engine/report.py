@@ -6,13 +6,12 @@
 Findings stand in `cuda_engine.notes.md` beside the data, and become a part of the page.
 """
 
-import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import listed, table
+from analysis.common.study import listed, option, study_options, table
 from compress.files import write_json, write_text
 from compress.roofline_model.devices import TABLE, Device, table_device
 
@@ -59,68 +58,63 @@ def _key(row: Row) -> tuple[Any, ...]:
     return row["network"], row["batch"], *row.get("options", {}).items()
 
 
-def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
+def page(report: Row, notes: Sequence[str] = ()) -> list[str]:
     device = device_of(report["machine"]["gpu"])
-    yield f"# INT8 on our own engine, {device.title}"
-    yield ""
-    yield (
+    measured = [row for row in report["networks"] if row.get("ms")]
+    missing = ", ".join(f"{row['network']} b{row['batch']}" for row in report["networks"] if not row.get("ms"))
+    layered = [row for row in report["networks"] if row.get("layers")]
+    cold = report.get("cold_build")
+    return [
+        f"# INT8 on our own engine, {device.title}",
+        "",
         f"Networks of random weights, quantized after training, exported, 224 px. {listed(report['machine'])}. "
-        f"Baseline: fp16, channels_last, {report['baseline']}."
-    )
-    yield ""
-    yield from table(
-        (
-            "network",
-            "batch",
-            "ms",
-            "images/s",
-            "fp16 ms",
-            "fp16 images/s",
-            "ratio",
-            "ratio, each call waited for",
-            "build s",
-            "with the plan s",
-            "codes that differ from exact arithmetic",
-            "run",
-        ),
-        [_network(row) for row in report["networks"] if row.get("ms")],
-    )
-    missing = [f"{row['network']} b{row['batch']}" for row in report["networks"] if not row.get("ms")]
-    yield ""
-    if missing:
-        yield f"Not measured in its time: {', '.join(missing)}."
-        yield ""
-    yield (
+        f"Baseline: fp16, channels_last, {report['baseline']}.",
+        "",
+        *table(HEAD, map(_network, measured)),
+        "",
+        *([f"Not measured in its time: {missing}.", ""] if missing else []),
         "Times are those of calls queued one after another, which is the GPU's time. Ratios are fp16's time over ours. "
-        "Where a star stands, kernels were compiled before building."
+        "Where a star stands, kernels were compiled before building.",
+        *(["", _cold(cold)] if cold else []),
+        "",
+        *(f"- Run {n}: `{command}`" for n, command in enumerate(report.get("runs", [report["command"]]), 1)),
+        *(["", *notes] if notes else []),
+        "",
+        f"Why layers above {_LEAST_SHARE:.0%} of the time miss {_REACHED} of both roofs, by a word in the tables:",
+        "",
+        *(f"- {word}: {meaning};" for word, meaning in REASONS.items()),
+        "",
+        *_causes(layered, device),
+        *(line for row in layered for line in _layers(row, device)),
+    ]
+
+
+def _cold(build: Row) -> str:
+    return (
+        f"Building {build['network']} at batch {build['batch']} with an empty plan and an empty cache of kernels took "
+        f"{build['build_s']:.1f} s on a machine that did nothing else; {build['jobs']} processes compiled."
     )
-    if cold := report.get("cold_build"):
-        yield ""
-        yield (
-            f"Building {cold['network']} at batch {cold['batch']} with an empty plan and an empty cache of kernels "
-            f"took {cold['build_s']:.1f} s on a machine that did nothing else; {cold['jobs']} processes compiled."
-        )
-    yield ""
-    for number, command in enumerate(report.get("runs", [report["command"]]), 1):
-        yield f"- Run {number}: `{command}`"
-    if notes:
-        yield ""
-        yield from notes
-    yield ""
-    yield f"Why layers above {_LEAST_SHARE:.0%} of the time miss {_REACHED} of both roofs, by a word in the tables:"
-    yield ""
-    for word, meaning in REASONS.items():
-        yield f"- {word}: {meaning};"
-    yield ""
-    yield from _causes([row for row in report["networks"] if row.get("layers")], device)
-    for row in report["networks"]:
-        if row.get("layers"):
-            yield from _layers(row, device)
 
 
 def device_of(gpu: str) -> Device:
     known = {device.name for device in TABLE} | {"h100", "a100"}
     return table_device(next(word for word in gpu.lower().split() if word in known))
+
+
+HEAD = (
+    "network",
+    "batch",
+    "ms",
+    "images/s",
+    "fp16 ms",
+    "fp16 images/s",
+    "ratio",
+    "ratio, each call waited for",
+    "build s",
+    "with the plan s",
+    "codes that differ from exact arithmetic",
+    "run",
+)
 
 
 def _network(row: Row) -> Sequence[str]:
@@ -160,8 +154,8 @@ def _groups(row: Row) -> list[list[Row]]:
     return [group for group in found if sum(layer["ms"] for layer in group) >= _LEAST_SHARE * row["layers_ms"]]
 
 
-def _causes(rows: Sequence[Row], device: Device) -> Iterator[str]:
-    """Yield the share of each network's time that layers take which reach a roof, and that each cause takes."""
+def _causes(rows: Sequence[Row], device: Device) -> list[str]:
+    """The share of each network's time that layers take which reach a roof, and that each cause takes."""
     lines = []
     for row in rows:
         shares = dict.fromkeys(("", *REASONS), 0.0)
@@ -172,9 +166,8 @@ def _causes(rows: Sequence[Row], device: Device) -> Iterator[str]:
         lines.append(
             (f"{row['network']} b{row['batch']}", *(f"{x:.0%}" if x else "" for x in (*shares.values(), small)))
         )
-    yield "Share of the time of each network by what keeps its layers from the roof:"
-    yield ""
-    yield from table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)
+    title = "Share of the time of each network by what keeps its layers from the roof:"
+    return [title, "", *table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)]
 
 
 def roofs(layer: Row, seconds: float, device: Device) -> tuple[float, float]:
@@ -183,20 +176,11 @@ def roofs(layer: Row, seconds: float, device: Device) -> tuple[float, float]:
     return layer["bytes"] / seconds / device.bandwidth_bytes_per_s, 2 * layer["macs"] / seconds / peak
 
 
-def _layers(row: Row, device: Device) -> Iterator[str]:
+def _layers(row: Row, device: Device) -> list[str]:
     total, kept = row["layers_ms"], _groups(row)
     lines = [_layer(group, total, device) for group in kept]
     reached = sum(not line[6] for line in lines)
     slower = [layer for layer in row["layers"] if layer.get("fp16_ms") and layer["fp16_ms"] < layer["ms"]]
-    yield ""
-    yield f"## {row['network']}, batch {row['batch']}"
-    yield ""
-    yield (
-        f"{reached} of {len(lines)} kinds of layers above 2 % of the time reach {_REACHED} of a roof. In "
-        f"{len(slower)} of {len(row['layers'])} steps the bare product would be faster in fp16"
-        + (f": {sum(x['ms'] - x['fp16_ms'] for x in slower):.3f} ms in all." if slower else ".")
-    )
-    yield ""
     head = (
         "layer, result",
         "count",
@@ -208,7 +192,16 @@ def _layers(row: Row, device: Device) -> Iterator[str]:
         "bare fp16 ms",
         "kernel",
     )
-    yield from table(head, lines)
+    return [
+        "",
+        f"## {row['network']}, batch {row['batch']}",
+        "",
+        f"{reached} of {len(lines)} kinds of layers above 2 % of the time reach {_REACHED} of a roof. In "
+        f"{len(slower)} of {len(row['layers'])} steps the bare product would be faster in fp16"
+        + (f": {sum(x['ms'] - x['fp16_ms'] for x in slower):.3f} ms in all." if slower else "."),
+        "",
+        *table(head, lines),
+    ]
 
 
 def _layer(group: Sequence[Row], total: float, device: Device) -> Sequence[str]:
@@ -243,10 +236,11 @@ def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("file", type=Path),
+        option("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones"),
+    )
     if arguments.new:
         old = json.loads(arguments.file.read_text(encoding="utf-8")) if arguments.file.is_file() else None
         write_json(arguments.file, merged(old, json.loads(arguments.new.read_text(encoding="utf-8"))))

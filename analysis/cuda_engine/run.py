@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.common.study import BudgetSpentError, command_line, gpu_software, study_parser, time_limit
+from analysis.common.study import BudgetSpentError, command_line, gpu_software, option, study_options, time_limit
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.costs import cost_of
@@ -89,22 +89,24 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = study_parser(__doc__, out="results/cuda_engine")
-    parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH[:KEY=VALUE]")
-    parser.add_argument("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="of the whole; default: 480")
-    parser.add_argument("--prepare-s", type=float, default=180.0, help="of compiling before anything is timed")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--plan", type=Path, help="plan file to begin with; default: an empty one")
-    parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
-    parser.add_argument("--prepare-only", action="store_true", help="export and compile, and measure nothing")
-    parser.add_argument(
-        "--cold-build",
-        action="store_true",
-        help="first build the first network with an empty plan and an empty cache of kernels, beside nothing else",
+    return study_options(
+        __doc__,
+        option("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH[:KEY=VALUE]"),
+        option("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs"),
+        option("--budget-s", type=float, default=480.0, help="of the whole; default: 480"),
+        option("--prepare-s", type=float, default=180.0, help="of compiling before anything is timed"),
+        option("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile"),
+        option("--plan", type=Path, help="plan file to begin with; default: an empty one"),
+        option("--files", type=Path, default=Path("/tmp/cuda_engine_files")),
+        option("--tiny", action="store_true", help="on the CPU, in exact arithmetic"),
+        option("--prepare-only", action="store_true", help="export and compile, and measure nothing"),
+        option(
+            "--cold-build",
+            action="store_true",
+            help="first build the first network with an empty plan and an empty cache of kernels, beside nothing else",
+        ),
+        out="results/cuda_engine",
     )
-    return parser.parse_args()
 
 
 def _cold_build(name: str, batch: int, further: dict[str, str], arguments: argparse.Namespace) -> Report:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import command_line, gpu_software, listed, study_parser
+from analysis.common.study import command_line, gpu_software, listed, option, study_options
 from analysis.engine_check.networks import NETWORKS
 from compress.audit.engine import folded_names, lost_in_audit, lost_in_runtime
 from compress.engines.tensorrt.build import build_tensorrt
@@ -62,10 +62,12 @@ def lost_layers(file: Path, target: Target, int8: tuple[str, ...], batch_size: i
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--targets", nargs="+", choices=TARGETS, default=list(TARGETS)),
+        option("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS)),
+        out="results",
+    )
     warnings.simplefilter("ignore")
     cells: dict[str, dict[str, Answer | str]] = {}
     for name in o.networks:

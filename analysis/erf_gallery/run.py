@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from analysis.common.study import study_parser
+from analysis.common.study import option, study_options
 from compress.files import write_json
 from compress.models import ModelSpec
 from compress.models.by_name import build_model
@@ -126,16 +126,18 @@ def draw(name: str, rows: Rows, out: Path, how: str) -> None:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/receptive_field")
-    parser.add_argument("--set", choices=sorted(SETS), default=None)
-    parser.add_argument("--models", nargs="+", default=None, help="networks of a set of your own")
-    parser.add_argument("--name", default="mine", help="name of the set that --models makes")
-    parser.add_argument("--weights", default=None, help="such as DEFAULT; fresh weights where it is not given")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--images", type=int, default=8)
-    parser.add_argument("--count", type=int, default=8, help="number of layers")
-    parser.add_argument("--source", choices=SOURCES, default="photographs")
-    a = parser.parse_args()
+    a = study_options(
+        __doc__,
+        option("--set", choices=sorted(SETS), default=None),
+        option("--models", nargs="+", default=None, help="networks of a set of your own"),
+        option("--name", default="mine", help="name of the set that --models makes"),
+        option("--weights", default=None, help="such as DEFAULT; fresh weights where it is not given"),
+        option("--image-size", type=int, default=224),
+        option("--images", type=int, default=8),
+        option("--count", type=int, default=8, help="number of layers"),
+        option("--source", choices=SOURCES, default="photographs"),
+        out="results/receptive_field",
+    )
     sets = {a.name: tuple(a.models)} if a.models else SETS if a.set is None else {a.set: SETS[a.set]}
     how = f"{a.images} {a.source} of {a.image_size} px, {'weights ' + a.weights if a.weights else 'fresh weights'}"
     for name, models in sets.items():

@@ -6,7 +6,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from analysis.common.study import command_line, listed, software, study_parser
+from analysis.common.study import command_line, listed, option, software, study_options
 from compress.files import write_text
 from compress.measure.machine import describe_machine
 from compress.models import ModelSpec
@@ -38,14 +38,16 @@ def measure(model: nn.Module, images: Tensor, options: ErfOptions, *, rounds: in
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/receptive_field")
-    parser.add_argument("--model", default="resnet50", help="name of a torchvision or timm network, fresh weights")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--source", choices=SOURCES, default="photographs")
-    parser.add_argument("--cost", action="store_true", help="time the field beside plain passes instead")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of --cost")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--model", default="resnet50", help="name of a torchvision or timm network, fresh weights"),
+        option("--image-size", type=int, default=224),
+        option("--images", type=int, default=16),
+        option("--source", choices=SOURCES, default="photographs"),
+        option("--cost", action="store_true", help="time the field beside plain passes instead"),
+        option("--rounds", type=int, default=2, help="rounds of --cost"),
+        out="results/receptive_field",
+    )
     torch.manual_seed(0)
     model = build_model(ModelSpec(name=arguments.model), num_classes=1000)
     images = probe_images(arguments.source, arguments.images, (arguments.image_size,) * 2)

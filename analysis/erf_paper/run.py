@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from analysis.common.study import Row, study_parser
+from analysis.common.study import Row, option, study_options
 from analysis.erf_gallery.run import draw_gallery
 from compress.files import write_json
 from compress.plots.erf import DECADES, HEAT, draw_box
@@ -386,11 +386,13 @@ def accuracy(model: nn.Module, images: Tensor, targets: Tensor) -> float:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/receptive_field")
-    parser.add_argument("--part", choices=("growth", "architecture", "training"), default=None)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=600)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--part", choices=("growth", "architecture", "training"), default=None),
+        option("--runs", type=int, default=20),
+        option("--steps", type=int, default=600),
+        out="results/receptive_field",
+    )
     if arguments.part in (None, "growth"):
         growth(arguments.out, arguments.runs)
     if arguments.part in (None, "architecture"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Row, append_row, command_line, gpu_software, listed, read_rows, study_parser
+from analysis.common.study import Row, append_row, command_line, gpu_software, listed, option, read_rows, study_options
 from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
@@ -23,16 +23,18 @@ METHODS = ("calibration", "blocks")
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/low_bits")
-    parser.add_argument("--data", required=True, help="folder of cifar-10-batches-py")
-    parser.add_argument("--weights", type=Path, required=True, help="float.safetensors of a run")
-    parser.add_argument("--network", default="resnet20")
-    parser.add_argument("--bits", nargs="+", choices=BITS, default=["W4A8", "W4A4"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--limit", type=int, help="number of test pictures")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--data", required=True, help="folder of cifar-10-batches-py"),
+        option("--weights", type=Path, required=True, help="float.safetensors of a run"),
+        option("--network", default="resnet20"),
+        option("--bits", nargs="+", choices=BITS, default=["W4A8", "W4A4"]),
+        option("--methods", nargs="+", choices=METHODS, default=list(METHODS)),
+        option("--steps", type=int, default=300),
+        option("--images", type=int, default=512),
+        option("--limit", type=int, help="number of test pictures"),
+        out="results/low_bits",
+    )
     file = o.out / "ptq.jsonl"
     rows = read_rows(file)
     done = {(row["network"], row["bits"], row["method"]) for row in rows}

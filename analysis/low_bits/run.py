@@ -5,7 +5,7 @@ from pathlib import Path
 
 from analysis.common.cifar import NETWORKS
 from analysis.common.recipes import RecipeRun, run_all, write_table
-from analysis.common.study import study_parser
+from analysis.common.study import option, study_options
 
 BITS = (8, 4, 3, 2)
 
@@ -31,14 +31,16 @@ def recipe_of(network: str, data: str, epochs: int, qat_epochs: int, file: Path)
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="runs/low_bits")
-    parser.add_argument("--data", default="cifar10", help="folder of cifar-10-batches-py")
-    parser.add_argument("--network", choices=NETWORKS, default="resnet20")
-    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
-    parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--qat-epochs", type=int, default=30)
-    parser.add_argument("--set", action="append", default=[], help="key=value for every run")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--data", default="cifar10", help="folder of cifar-10-batches-py"),
+        option("--network", choices=NETWORKS, default="resnet20"),
+        option("--bits", nargs="+", type=int, choices=BITS, default=list(BITS)),
+        option("--epochs", type=int, default=60),
+        option("--qat-epochs", type=int, default=30),
+        option("--set", action="append", default=[], help="key=value for every run"),
+        out="runs/low_bits",
+    )
     recipe = str(recipe_of(o.network, o.data, o.epochs, o.qat_epochs, o.out / "recipe.yaml"))
     [first, *others] = [RecipeRun(label="float", recipe=recipe, command="train", overrides=o.set)] + [
         RecipeRun(

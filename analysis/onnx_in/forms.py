@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-import torchvision
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from analysis.common.networks import random_network, with_statistics
 from compress.engines.base import read_onnx
 
 WEIGHTED = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
@@ -105,28 +105,6 @@ def _given(path: Path, _: Path) -> Path:
 def _network(name: str) -> nn.Module:
     model = random_network(name, **({"img_size": 64} if name == "vit_tiny_patch16_224" else {}))
     return with_statistics(model, nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3)
-
-
-def random_network(name: str, **options: Any) -> nn.Module:
-    """A network of torchvision, else of timm, with random weights."""
-    torch.manual_seed(0)
-    if name in torchvision.models.list_models():
-        model: nn.Module = torchvision.models.get_model(name, **options)
-    else:
-        import timm  # optional: an extra of the package
-
-        model = timm.create_model(name, **options)
-    return model
-
-
-def with_statistics(model: nn.Module, x: torch.Tensor) -> nn.Module:
-    """Set the statistics of images, so that activations keep their size."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
-    with torch.no_grad():
-        model.train()(x)
-    return model.eval()
 
 
 def _dynamo(name: str, optimized: bool, folder: Path) -> Path:

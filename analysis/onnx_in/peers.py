@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 
 import compress
-from analysis.common.study import Feeds, Row, command_line, software, study_parser
+from analysis.common.networks import random_network, with_statistics
+from analysis.common.peers import INPUT, nncf_file, onnxruntime_file
+from analysis.common.study import Row, command_line, option, software, sqnr, study_options
 from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
-from analysis.real_accuracy.methods import exported
+from analysis.real_accuracy.methods import exported, logits_of
 from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from compress.files import write_json
 from compress.measure.latency import measure_latency
@@ -34,20 +35,21 @@ from compress.measure.machine import describe_machine
 from compress.onnx_ptq.source import FloatSession, load_source
 
 BATCH, EVERY, ROUNDS = 10, 5, 3
-INPUT = "input"
 Data = list[torch.Tensor]
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--pictures", type=Path, required=True)
-    parser.add_argument("--builds", type=int, default=10, help="engines built of each file, which are timed in turn")
-    parser.add_argument("--runs", type=int, default=20, help="timed runs of each of them, five a turn")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--pictures", type=Path, required=True),
+        option("--builds", type=int, default=10, help="engines built of each file, which are timed in turn"),
+        option("--runs", type=int, default=20, help="timed runs of each of them, five a turn"),
+        option("--threads", type=int, default=1),
+        option("--limit", type=int, help="number of pictures, for a trial"),
+        option("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS)),
+        option("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]"),
+        out="results",
+    )
     images = pictures(sorted(arguments.pictures.glob("*.jpg"))[: arguments.limit])
     chosen = torch.arange(len(images)) % EVERY == 0
     calibration = list(images[chosen].split(BATCH))
@@ -71,21 +73,10 @@ def main() -> None:
     print(report(write_json(arguments.out / "onnx_in_peers.json", document)).read_text())
 
 
-def random_weights(name: str, data: Data) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = torchvision.models.get_model(name, weights=None)
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            layer.momentum = None
-    with torch.no_grad():
-        model.train()(data[0])
-    return model
-
-
 NETWORKS: dict[str, Callable[[Data], torch.nn.Module]] = {
     "EfficientNet-Lite0": lambda _: efficientnet_lite0(),
-    "MobileNetV2, random weights": partial(random_weights, "mobilenet_v2"),
-    "ResNet-50, random weights": partial(random_weights, "resnet50"),
+    "MobileNetV2, random weights": lambda data: with_statistics(random_network("mobilenet_v2"), data[0]),
+    "ResNet-50, random weights": lambda data: with_statistics(random_network("resnet50"), data[0]),
 }
 
 
@@ -94,8 +85,8 @@ def quantized(network: str, folder: Path, data: Data, modelopt: str | None = Non
     makers: dict[str, Callable[[], tuple[Path, float]]] = {
         FLOAT: partial(_timed, _plain_pass, path, data),
         **{name: partial(_timed, _compress, path, data, target) for target, name in OURS.items()},
-        "ONNX Runtime's quantizer": partial(_timed, _onnxruntime, path, data),
-        "NNCF, OpenVINO": partial(_timed, _nncf_openvino, path, data),
+        "ONNX Runtime's quantizer": partial(_timed, onnxruntime_file, path, data, folder),
+        "NNCF, OpenVINO": partial(_timed, nncf_file, path, data, folder),
         "NNCF, ONNX": partial(_timed, _nncf_onnx, path, data),
     }
     if modelopt is not None:
@@ -122,34 +113,6 @@ def _compress(path: Path, data: Data, target: Any) -> Path:
     return compress.quantize_onnx(
         path, data, spec=compress.QuantSpec(target=target), out=path.with_name(f"{target}.onnx")
     )
-
-
-def _onnxruntime(path: Path, data: Data) -> Path:
-    from onnxruntime import quantization  # optional: a peer, in the form that its documentation recommends for x86
-
-    ready, out = path.with_name("ready.onnx"), path.with_name("ort.onnx")
-    quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
-    quantization.quantize_static(
-        str(ready),
-        str(out),
-        Feeds(INPUT, data),
-        quant_format=quantization.QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=quantization.QuantType.QUInt8,
-        weight_type=quantization.QuantType.QInt8,
-        reduce_range=False,
-    )
-    return out
-
-
-def _nncf_openvino(path: Path, data: Data) -> Path:
-    import nncf  # optional: a peer
-    import openvino
-
-    dataset = nncf.Dataset(data, lambda batch: {INPUT: batch.numpy()})
-    model = nncf.quantize(openvino.Core().read_model(path), dataset, subset_size=len(data))
-    openvino.save_model(model, path.with_name("nncf.xml"), compress_to_fp16=False)
-    return path.with_name("nncf.xml")
 
 
 def _nncf_onnx(path: Path, data: Data) -> Path:
@@ -195,17 +158,15 @@ def measure(
         options = {"threads": arguments.threads, "precision": "f32" if engine == "openvino" else None}
         readable = {name: path for name, path in files.items() if engine == "openvino" or path.suffix == ".onnx"}
         for name, path in readable.items():
-            with compress.build_engine(path, engine, **options) as made:
-                logits = torch.cat([torch.from_numpy(_run(made, batch)) for batch in images.split(BATCH)])
+            logits = logits_of(path, engine, images, arguments.threads)
             reference = logits if reference is None else reference
             same = logits.argmax(1) == reference.argmax(1)
-            noise = (logits - reference).double().square().mean().clamp_min(1e-30)
             by_name[name][engine] = {
                 "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
                 "right": (logits.argmax(1) == targets).int().tolist(),
                 "agreement": round(100 * same.double().mean().item(), 2),
                 "same": same.int().tolist(),
-                "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
+                "sqnr_db": round(sqnr([reference], [logits]), 1),
             }
         timed = _turns(readable, engine, options, arguments.builds, arguments.runs)
         for name, turns in timed.items():
@@ -234,10 +195,6 @@ def _turns(
             for latency in measure_latency(built, batch_size=1, runs=runs, seconds=60):
                 found[latency.label].append([round(ms, 4) for ms in latency.turns_ms])
     return found
-
-
-def _run(engine: Any, batch: torch.Tensor) -> Any:
-    return next(iter(engine.run({engine.inputs[0].name: batch.numpy()}).values()))
 
 
 if __name__ == "__main__":

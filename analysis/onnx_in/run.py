@@ -6,7 +6,7 @@ Each file adds its rows to the document at once, and a repeated command goes on 
 import json
 import os
 
-from analysis.common.study import Row, software, study_parser
+from analysis.common.study import Row, option, software, study_options
 from analysis.onnx_in.forms import forms
 from analysis.onnx_in.report import markdown
 from analysis.onnx_in.unit import measured
@@ -16,10 +16,12 @@ from compress.quantization import TARGETS
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--only", default="", help="origins and names that contain this text")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--only", default="", help="origins and names that contain this text"),
+        option("--targets", nargs="+", default=list(TARGETS), choices=TARGETS),
+        out="results",
+    )
     file = arguments.out / "onnx_in.json"
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.is_file() else []
     done = {(row["origin"], row["name"], row["target"]) for row in rows}

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,19 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 import compress
-from analysis.common.study import Row, append_row, command_line, listed, read_rows, software, study_parser, table
-from analysis.onnx_in.forms import random_network, with_statistics, write_dynamo, write_older
+from analysis.common.networks import random_network, with_statistics
+from analysis.common.study import (
+    Row,
+    append_row,
+    command_line,
+    listed,
+    option,
+    read_rows,
+    software,
+    study_options,
+    table,
+)
+from analysis.onnx_in.forms import write_dynamo, write_older
 from compress.engines.base import read_onnx
 from compress.files import write_text
 from compress.measure.latency import latency_ratio, time_files
@@ -252,22 +262,20 @@ def _each(row: Row, key: str, form: str) -> str:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/tuned")
-    options: dict[str, tuple[Any, Row]] = {
-        "--engine": ("onnxruntime", {"choices": ("onnxruntime", "openvino", "cuda")}),
-        "--images": (None, {"type": Path, "help": "folder of JPEG files, 120 or so"}),
-        "--files": (None, {"type": Path, "help": "folder of ONNX files with real weights"}),
-        "--only": ((), {"nargs": "+", "help": "networks"}),
-        "--pairs": (8, {"type": int, "help": "processes beside one another"}),
-        "--cores": (2, {"type": int, "help": "of each process"}),
-        "--minutes": (5.0, {"type": float, "help": "of tune, for each file"}),
-        "--seconds": (540.0, {"type": float, "help": "of the whole"}),
-        "--one": (None, {"help": "study one file, on the cores that this process has"}),
-        "--report": (None, {"type": Path, "nargs": "+", "help": "write the page of rows.jsonl files instead"}),
-    }
-    for name, (default, more) in options.items():
-        parser.add_argument(name, default=default, **more)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--engine", default="onnxruntime", choices=("onnxruntime", "openvino", "cuda")),
+        option("--images", default=None, type=Path, help="folder of JPEG files, 120 or so"),
+        option("--files", default=None, type=Path, help="folder of ONNX files with real weights"),
+        option("--only", default=(), nargs="+", help="networks"),
+        option("--pairs", default=8, type=int, help="processes beside one another"),
+        option("--cores", default=2, type=int, help="of each process"),
+        option("--minutes", default=5.0, type=float, help="of tune, for each file"),
+        option("--seconds", default=540.0, type=float, help="of the whole"),
+        option("--one", default=None, help="study one file, on the cores that this process has"),
+        option("--report", default=None, type=Path, nargs="+", help="write the page of rows.jsonl files instead"),
+        out="results/tuned",
+    )
     if arguments.report:
         write_text(arguments.out / "tuned.md", markdown([row for file in arguments.report for row in read_rows(file)]))
     elif arguments.one:

@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import compress
-from analysis.common.study import Row
+from analysis.common.study import Row, sqnr
 from analysis.onnx_in.forms import Form, batches
 from compress.engines.base import BuildOptions, read_onnx
 from compress.engines.onnxruntime import load
@@ -44,11 +42,10 @@ def _quantized(path: Path, data: list[dict[str, Any]], target: Any, folder: Path
     return row | {"sqnr_db": _sqnr(path, done.path)}
 
 
-def _sqnr(before: Path, after: Path) -> float | None:
+def _sqnr(before: Path, after: Path) -> float:
     (feed,) = batches(before, count=1, seed=1)
     results = []
     for path in (before, after):
         with load(path, BuildOptions()) as engine:
-            results.append(np.asarray(next(iter(engine.run(feed).values())), np.float64))
-    noise = np.square(results[0] - results[1]).mean()
-    return round(float(10 * np.log10(np.square(results[0]).mean() / max(noise, 1e-30))), 1)
+            results.append([next(iter(engine.run(feed).values()))])
+    return round(sqnr(*results), 1)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.common.study import Row, study_parser
+from analysis.common.study import Row, option, study_options
 from compress.plots.style import LIGHT, MARKERS, bare, caption, save_figure, styled
 
 NETWORKS = {
@@ -172,9 +172,11 @@ def _steps(axes: Axes, speeds: Mapping[str, float]) -> None:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--demo", type=Path, help="a run of the recipe resnet50, whose figures become results/demo")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--demo", type=Path, help="a run of the recipe resnet50, whose figures become results/demo"),
+        out="results",
+    )
     if arguments.demo is not None:
         keep(arguments.demo, arguments.out / "demo")
 

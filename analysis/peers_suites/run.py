@@ -34,8 +34,10 @@ from analysis.common.study import (
     command_line,
     gpu_software,
     listed,
+    option,
     read_rows,
-    study_parser,
+    sqnr,
+    study_options,
     table,
     time_limit,
 )
@@ -141,11 +143,6 @@ class Row:
     @property
     def column(self) -> str:
         return NOTHING if self.reason.startswith(NO_PRODUCT) else self.verdict
-
-
-def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
-    noise = float(((expected - found) ** 2).sum())
-    return 10 * float(np.log10(max(float((expected**2).sum()), 1e-30) / noise)) if noise else 100.0
 
 
 def modules_of(peers: Path, suite: str) -> Iterator[tuple[str, nn.Module, Inputs]]:
@@ -275,8 +272,8 @@ def judge_network(network: nn.Module, x: Inputs, target: Target, folder: Path) -
     with compress.build_engine(file, engine, batch_size=len(x[0]), precision=f32) as built:
         named = {value.name: one.numpy() for value, one in zip(built.inputs, x, strict=True)}
         found = built.run(named)[built.outputs[0].name]
-    near, same = sqnr(expected.numpy(), fake.numpy()), sqnr(fake.numpy(), found)
-    least = min(SAME_DB, near, sqnr(fake.numpy(), beside.numpy()) - ROUNDING_DB)
+    near, same = sqnr([expected], [fake]), sqnr([fake], [found])
+    least = min(SAME_DB, near, sqnr([fake], [beside]) - ROUNDING_DB)
     said = f"{near:.0f} dB to float, engine {same:.0f} dB to the quantized network"
     return ("wrong" if same < least else "coarse" if near < NEAR_DB else "passed"), said
 
@@ -318,7 +315,7 @@ def judge_file(file: Path, inputs: list[np.ndarray], target: Target, folder: Pat
         folder / "float.onnx", [inputs[0]], spec=compress.QuantSpec(target=target), out=folder / "q.onnx"
     )
     expected, found = (_run(path, inputs[0]) for path in (folder / "float.onnx", made))
-    near = sqnr(expected.astype("f8"), found.astype("f8"))
+    near = sqnr([expected], [found])
     return ("coarse" if near < NEAR_DB else "passed"), f"{near:.0f} dB to float"
 
 
@@ -328,14 +325,16 @@ def _run(file: Path, x: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests")
-    parser.add_argument("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers")
-    parser.add_argument("--onnx-tests", action="store_true")
-    parser.add_argument("--packages", action="store_true", help="networks of packages that are installed")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--rows", type=Path, default=Path("runs/peers_suites.jsonl"), help="goes on from these rows")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--peers", type=Path, help="folder of the checkouts; without it only --onnx-tests"),
+        option("--suites", nargs="+", default=list(SUITES), help="files or folders below --peers"),
+        option("--onnx-tests", action="store_true"),
+        option("--packages", action="store_true", help="networks of packages that are installed"),
+        option("--targets", nargs="+", choices=TARGETS, default=list(TARGETS)),
+        option("--rows", type=Path, default=Path("runs/peers_suites.jsonl"), help="goes on from these rows"),
+        out="results",
+    )
     warnings.simplefilter("ignore")
     rows = [Row(**row) for row in read_rows(o.rows)]
     done = {(row.suite, row.model, row.target) for row in rows}

@@ -1,6 +1,5 @@
 """Write qat_cost.md and .png from qat_cost.json; further files add their runs to the first one."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.common.study import Row, listed
+from analysis.common.study import Row, listed, option, study_options
 from compress.files import write_json, write_text
 from compress.plots.style import LIGHT, save_figure, styled
 
@@ -145,10 +144,11 @@ def draw(runs: Sequence[Row]) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("others", type=Path, nargs="*", help="files of other runs, which are added to the first file")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("file", type=Path),
+        option("others", type=Path, nargs="*", help="files of other runs, which are added to the first file"),
+    )
     runs = read_runs(arguments.file)
     for other in arguments.others:
         runs += [run | {"run": len(runs) + i} for i, run in enumerate(read_runs(other), 1)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
-from analysis.common.study import BudgetSpentError, Row, command_line, study_parser, time_limit
+from analysis.common.study import BudgetSpentError, Row, command_line, option, study_options, time_limit
 from analysis.qat_cost.report import read_runs, table
 from analysis.qat_cost.steps import Step, calibration, make_step, profiled, recorded, row_of
 from compress.files import write_json
@@ -180,18 +180,18 @@ def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/h200")
-    parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="CASE", help="such as tiny, vit_s/bf16/eager:float,fused"
+    arguments = study_options(
+        __doc__,
+        option("--budget-s", type=float, default=110.0, help="seconds for all cases"),
+        option("--only", nargs="+", default=[], metavar="CASE", help="such as tiny, vit_s/bf16/eager:float,fused"),
+        option("--families", action="store_true", help="ten networks, four variants, five modes"),
+        option("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused"),
+        option("--rounds", type=int, default=5, help="rounds of each variant, in turn"),
+        option("--repeats", type=int, default=10, help="steps of a round"),
+        option("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too"),
+        option("--profiled", nargs="+", default=["*"], metavar="PATTERN", help="of which; default: all"),
+        out="results/h200",
     )
-    parser.add_argument("--families", action="store_true", help="ten networks, four variants, five modes")
-    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
-    parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too")
-    parser.add_argument("--profiled", nargs="+", default=["*"], metavar="PATTERN", help="of which; default: all")
-    arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     fast_arithmetic()
     run = Run(arguments)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import command_line, gpu_software, listed, study_parser
+from analysis.common.study import command_line, gpu_software, listed, option, study_options
 from analysis.engine_check.run import lost_layers
 from analysis.random_networks.check import RUNTIME_DB, TARGETS, inputs
 from analysis.random_networks.graphs import SHAPE, Graph
@@ -168,11 +168,13 @@ def _engines(file: Path, target: Target, batch_size: int) -> str:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/reliability")
-    parser.add_argument("--count", type=int, default=300, help="of networks, and of graphs")
-    parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--engine-every", type=int, default=10, help="ask the engine for each n-th")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--count", type=int, default=300, help="of networks, and of graphs"),
+        option("--seed", type=int, default=0, help="of the first"),
+        option("--engine-every", type=int, default=10, help="ask the engine for each n-th"),
+        out="results/reliability",
+    )
     torch.set_num_threads(1)
     found: list[str] = []
     kinds: dict[str, Callable[..., str]] = {"network": lambda seed, *a, **k: of_network(steps_of(seed), *a, **k)}

@@ -1,10 +1,9 @@
 """Adds the rows of runs to random_networks.json, and writes random_networks.md from it."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import read_rows
+from analysis.common.study import option, read_rows, study_options, table
 from analysis.random_networks.check import LOWEST_DB, RUNTIME_DB, SAME
 from compress.files import read_json, write_json, write_text
 
@@ -27,7 +26,7 @@ def run_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def page(results: dict[str, Any]) -> str:
     runs, findings = results["runs"], results["findings"]
-    keys = ("first_seed", "networks", "exported", "operations", "cpu_seconds")
+    keys = ("first_seed", "networks", "exported", "operations")
     total, exported = (sum(run[key] for run in runs) for key in ("networks", "exported"))
     versions = ", ".join(sorted({run["torch"] for run in runs}))
     lines = [
@@ -40,22 +39,26 @@ def page(results: dict[str, Any]) -> str:
         f"A failure is a traceback, a refusal of a valid network, an error over {SAME} with quantizers off, less than "
         f"{LOWEST_DB} dB from float to fake quantization, or less than {RUNTIME_DB} dB from there to ONNX Runtime.",
         "",
-        "| first seed | networks | exported | out of so many operations | seconds of a core | failures | torch |",
-        "|---|---|---|---|---|---|---|",
+        *table(
+            ("first seed", *keys[1:3], "out of so many operations", "seconds of a core", "failures", "torch"),
+            ([*(run[k] for k in keys), f"{run['cpu_seconds']:,}", len(run["failures"]), run["torch"]] for run in runs),
+        ),
+        "",
+        *table(
+            ("networks", "what went wrong", "since"),
+            ([row["networks"], row["what"], row["since"]] for row in findings),
+        ),
+        "",
     ]
-    for run in runs:
-        cells = [*(run[key] for key in keys), len(run["failures"]), run["torch"]]
-        lines.append("| " + " | ".join(f"{cell:,}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
-    lines += ["", "| networks | what went wrong | since |", "|---|---|---|"]
-    lines += [f"| {row['networks']} | {row['what']} | {row['since']} |" for row in findings]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="*", help="files that analysis.random_networks.run wrote")
-    parser.add_argument("--out", type=Path, default=Path("results/reliability"), help="folder of the results")
-    options = parser.parse_args()
+    options = study_options(
+        __doc__,
+        option("rows", type=Path, nargs="*", help="files that analysis.random_networks.run wrote"),
+        out="results/reliability",
+    )
     results = read_json(options.out / NAME)
     runs = {run["first_seed"]: run for run in results["runs"]}
     for path in options.rows:

@@ -1,6 +1,5 @@
 """Random networks through quantize, export and ONNX Runtime for every target; failures are shrunk and listed."""
 
-import argparse
 import multiprocessing
 import platform
 import time
@@ -11,7 +10,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from analysis.common.study import append_row, read_rows
+from analysis.common.study import append_row, option, read_rows, study_options
 from analysis.random_networks import check
 from analysis.random_networks.check import TARGETS, failure_of, shrunk
 from analysis.random_networks.network import OPERATIONS, steps_of
@@ -69,14 +68,15 @@ def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="number of networks (default 300)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first network; the others follow")
-    parser.add_argument("--export-every", type=int, default=1, help="export each n-th network (default: all)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no network after so many seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default 1)")
-    parser.add_argument("--rows", type=Path, default=Path("runs/random_networks.jsonl"), help="file of the rows")
-    options = parser.parse_args()
+    options = study_options(
+        __doc__,
+        option("--count", type=int, default=300, help="number of networks (default 300)"),
+        option("--seed", type=int, default=0, help="seed of the first network; the others follow"),
+        option("--export-every", type=int, default=1, help="export each n-th network (default: all)"),
+        option("--seconds", type=float, default=float("inf"), help="begin no network after so many seconds"),
+        option("--jobs", type=int, default=1, help="number of processes (default 1)"),
+        option("--rows", type=Path, default=Path("runs/random_networks.jsonl"), help="file of the rows"),
+    )
     about = {
         "first_seed": options.seed,
         "operations": len(OPERATIONS),

@@ -1,22 +1,23 @@
 """Makes EfficientNet-Lite0's file by a slow method on a GPU; `run --made FILE` measures it on any machine."""
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from analysis.common.study import option, study_options
 from analysis.real_accuracy.methods import METHODS
 from analysis.real_accuracy.networks import Subject, efficientnet_lite0, pictures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("method", choices=METHODS)
-    parser.add_argument("--pictures", type=Path, required=True, help="folder of the pictures that calibrate")
-    parser.add_argument("--out", type=Path, required=True, help="the file")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("method", choices=METHODS),
+        option("--pictures", type=Path, required=True, help="folder of the pictures that calibrate"),
+        option("--out", type=Path, required=True, help="the file"),
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.allow_tf32 = False
     calibration = pictures(sorted(o.pictures.glob("*.jpg"))).to(device)

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Feeds
+from analysis.common.peers import INPUT, nncf_file, onnxruntime_file
 from analysis.real_accuracy.networks import Subject
 from compress.engines.executorch import INFORMATION
 from compress.quantization import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
 
 BATCH = 10
-INPUT = "input"
 
 
 @dataclass(frozen=True)
@@ -80,34 +79,14 @@ def exported(model: nn.Module, example: Tensor, path: Path) -> Path:
 
 
 def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) -> Made:
-    from onnxruntime import quantization  # optional: a peer's part of the engine
+    from onnxruntime.quantization import CalibrationMethod  # optional: a peer's part of the engine
 
-    ready, out = folder / "ready.onnx", folder / "ort.onnx"
-    quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
-    quantization.quantize_static(
-        str(ready),
-        str(out),
-        Feeds(INPUT, subject.calibration.split(BATCH)),
-        quant_format=quantization.QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=quantization.QuantType.QUInt8,
-        weight_type=quantization.QuantType.QInt8,
-        reduce_range=False,
-        calibrate_method=quantization.CalibrationMethod[calibration],
-    )
-    return Made(out)
+    batches = subject.calibration.split(BATCH)
+    return Made(onnxruntime_file(path, batches, folder, calibrate_method=CalibrationMethod[calibration]))
 
 
 def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Made:
-    import nncf as package  # optional: a peer
-    import openvino
-
-    data = list(subject.calibration.split(BATCH))
-    dataset = package.Dataset(data, lambda batch: {INPUT: batch.numpy()})
-    model = openvino.Core().read_model(path)
-    done = package.quantize(model, dataset, subset_size=len(data), fast_bias_correction=not best)
-    openvino.save_model(done, folder / "nncf.xml", compress_to_fp16=False)
-    return Made(folder / "nncf.xml")
+    return Made(nncf_file(path, subject.calibration.split(BATCH), folder, fast_bias_correction=not best))
 
 
 def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:

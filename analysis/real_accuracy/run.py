@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
-from analysis.common.study import Row, append_row, command_line, read_rows, software, study_parser
+from analysis.common.study import Row, append_row, command_line, option, read_rows, software, study_options
 from analysis.real_accuracy.methods import METHODS, Made, Method, exported, logits_of
 from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
@@ -24,21 +24,23 @@ from compress.measure.machine import describe_machine
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/real_accuracy")
-    parser.add_argument("--networks", nargs="+", default=["efficientnet_lite0"])
-    parser.add_argument("--pictures", type=Path, help="folder of ImageNet pictures, one of each class")
-    parser.add_argument("--cifar", help="folder of cifar-10-batches-py")
-    parser.add_argument("--weights", nargs="+", type=Path, default=[], help="files of analysis.low_bits, by network")
-    parser.add_argument("--methods", nargs="+", help="parts of the methods' names; default: all")
-    parser.add_argument("--engines", nargs="+", help="default: all that are installed")
-    parser.add_argument("--device", default="cpu", help="where our methods quantize, such as cuda; engines use the CPU")
-    parser.add_argument("--made", type=Path, help="file that the one method of --methods made elsewhere, on a GPU")
-    parser.add_argument("--made-in", type=float, default=0.0, help="seconds that it took there")
-    parser.add_argument("--made-on", default="", help="name of that GPU")
-    parser.add_argument("--made-note", default="", help="remark on that file")
-    parser.add_argument("--limit", type=int, help="number of pictures")
-    parser.add_argument("--threads", type=int, default=1)
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--networks", nargs="+", default=["efficientnet_lite0"]),
+        option("--pictures", type=Path, help="folder of ImageNet pictures, one of each class"),
+        option("--cifar", help="folder of cifar-10-batches-py"),
+        option("--weights", nargs="+", type=Path, default=[], help="files of analysis.low_bits, by network"),
+        option("--methods", nargs="+", help="parts of the methods' names; default: all"),
+        option("--engines", nargs="+", help="default: all that are installed"),
+        option("--device", default="cpu", help="where our methods quantize, such as cuda; engines use the CPU"),
+        option("--made", type=Path, help="file that the one method of --methods made elsewhere, on a GPU"),
+        option("--made-in", type=float, default=0.0, help="seconds that it took there"),
+        option("--made-on", default="", help="name of that GPU"),
+        option("--made-note", default="", help="remark on that file"),
+        option("--limit", type=int, help="number of pictures"),
+        option("--threads", type=int, default=1),
+        out="results/real_accuracy",
+    )
     file = o.out / "rows.jsonl"
     done: set[tuple[str, ...]] = {(row["network"], row["method"], row["engine"]) for row in read_rows(file)}
     for name in o.networks:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from analysis.common.study import command_line, study_parser
+from analysis.common.study import command_line, option, study_options
 from compress.files import write_text
 from compress.receptive import ReceptiveField, ReceptiveFieldTable, receptive_field, unproductive_layers
 from tests.receptive.support import supports, torchvision_model, without_chance
@@ -100,11 +100,13 @@ def _axes(values: Sequence[object]) -> str:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/receptive_field")
-    parser.add_argument("--models", nargs="+", default=list(ENDS), choices=list(ENDS), metavar="MODEL")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--no-check", action="store_true")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--models", nargs="+", default=list(ENDS), choices=list(ENDS), metavar="MODEL"),
+        option("--image-size", type=int, default=224),
+        option("--no-check", action="store_true"),
+        out="results/receptive_field",
+    )
     rows, wrong = [], []
     for name in arguments.models:
         start = time.perf_counter()

@@ -1,6 +1,5 @@
 """Mutated files for every reader of untrusted input; see README.md."""
 
-import argparse
 import json
 import struct
 import tempfile
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from analysis.common.study import table
+from analysis.common.study import option, study_options, table
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx
 from compress.errors import CompressError
@@ -114,11 +113,12 @@ def fuzz(path: Path, content: bytes, read: Callable[[Path], Any], *, seconds: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600, help="for all readers together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/reliability"))
-    options = parser.parse_args()
+    options = study_options(
+        __doc__,
+        option("--seconds", type=float, default=600, help="for all readers together"),
+        option("--seed", type=int, default=0),
+        out="results/reliability",
+    )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         readers = seeds(Path(scratch))

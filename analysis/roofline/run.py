@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from analysis.common.study import command_line, study_parser
+from analysis.common.study import command_line, option, study_options
 from compress.files import write_text
 from compress.graph.trace import trace
 from compress.models import ModelSpec
@@ -38,12 +38,14 @@ def bounds(work: Workload, devices: Sequence[str]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/roofline")
-    parser.add_argument("--networks", nargs="+", default=NETWORKS)
-    parser.add_argument("--devices", nargs="+", default=DEVICES)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--image", type=int, default=224)
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--networks", nargs="+", default=NETWORKS),
+        option("--devices", nargs="+", default=DEVICES),
+        option("--batch", type=int, default=32),
+        option("--image", type=int, default=224),
+        out="results/roofline",
+    )
     shown = arguments.devices[-2:][0]  # the device of the figures and scenarios of one network
     rows, parts = [], []
     for network in arguments.networks:

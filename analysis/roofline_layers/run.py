@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from analysis.common.study import study_parser
+from analysis.common.study import option, study_options
 from compress.graph.trace import trace
 from compress.plots.roofline import rate_ticks
 from compress.plots.style import LIGHT, caption, plain_ticks, save_figure, styled
@@ -265,13 +265,15 @@ def effective_fields(model: nn.Module, images: Tensor, depth: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results/roofline")
-    parser.add_argument("--device", default="h200")
-    parser.add_argument("--precision", default="int8")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--image", type=int, default=224)
-    parser.add_argument("--images", type=int, default=2, help="number of images of the effective fields")
-    a = parser.parse_args()
+    a = study_options(
+        __doc__,
+        option("--device", default="h200"),
+        option("--precision", default="int8"),
+        option("--batch", type=int, default=32),
+        option("--image", type=int, default=224),
+        option("--images", type=int, default=2, help="number of images of the effective fields"),
+        out="results/roofline",
+    )
     device = find_device(a.device)
     figure = draw_convolutions(device, precision=a.precision, batch_size=a.batch)
     save_figure(figure, a.out / f"convolutions_{a.device}.png")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from analysis.common.recipes import RecipeRun, run_all
-from analysis.common.study import command_line, gpu_software, listed, study_parser
+from analysis.common.study import command_line, gpu_software, listed, option, study_options
 from compress.files import write_text
 from compress.pipeline.studies.search import search_run
 from compress.recipe.tree import load_recipe
@@ -40,13 +40,15 @@ def uniform(recipe: str, shares: Sequence[float], overrides: Sequence[str], engi
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="runs/search_study")
-    parser.add_argument("--recipe", default="resnet18-search", help="with a `search` and a `finetune` section")
-    parser.add_argument("--engine", default="openvino")
-    parser.add_argument("--latencies", nargs="+", type=float, default=[0.6, 0.4], help="shares of float's latency")
-    parser.add_argument("--channels", nargs="+", type=float, default=[0.25, 0.5], help="shares of channels that go")
-    parser.add_argument("--set", action="append", default=[], help="key=value for every run")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--recipe", default="resnet18-search", help="with a `search` and a `finetune` section"),
+        option("--engine", default="openvino"),
+        option("--latencies", nargs="+", type=float, default=[0.6, 0.4], help="shares of float's latency"),
+        option("--channels", nargs="+", type=float, default=[0.25, 0.5], help="shares of channels that go"),
+        option("--set", action="append", default=[], help="key=value for every run"),
+        out="runs/search_study",
+    )
     run_all([RecipeRun(label="float", recipe=o.recipe, command="train", overrides=o.set)], o.out)
     same = [*o.set, "train.epochs=0", f"model.weights={(o.out / 'float' / 'float.safetensors').resolve()}"]
     rows = [

@@ -5,21 +5,23 @@ import json
 from pathlib import Path
 
 from analysis.common.side_by_side import Ended, side_by_side
-from analysis.common.study import Row, append_row, newest_rows, software, study_parser
+from analysis.common.study import Row, append_row, newest_rows, option, software, study_options
 from analysis.sweep import report
 from analysis.sweep.names import names
 from compress.measure.machine import describe_machine
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--models", nargs="+", help="these, with or without a row; default: all without one")
-    parser.add_argument("--retry", action="store_true", help="also the models whose row is a failure")
-    parser.add_argument("--limit", type=int, help="largest number of models")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds for a model")
-    parser.add_argument("--processes", type=int, default=1, help="models side by side, one thread each")
-    parser.add_argument("--budget-s", type=float, help="seconds for all; unfinished models get no row")
-    arguments = parser.parse_args()
+    arguments = study_options(
+        __doc__,
+        option("--models", nargs="+", help="these, with or without a row; default: all without one"),
+        option("--retry", action="store_true", help="also the models whose row is a failure"),
+        option("--limit", type=int, help="largest number of models"),
+        option("--timeout", type=int, default=900, help="seconds for a model"),
+        option("--processes", type=int, default=1, help="models side by side, one thread each"),
+        option("--budget-s", type=float, help="seconds for all; unfinished models get no row"),
+        out="results",
+    )
     log = arguments.out / "sweep.jsonl"
     todo = queue(arguments.models, newest_rows(log, "model"), retry=arguments.retry)[: arguments.limit]
     run(todo, log, arguments)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from analysis.common.recipes import run_all, write_table
-from analysis.common.study import gpu_software, listed, study_parser, table
+from analysis.common.study import gpu_software, listed, option, study_options, table
 from analysis.task_training.sizes import planned
 from compress.files import write_text
 from compress.records.files import read_run, recipe_value
@@ -26,16 +26,18 @@ RECIPES = {
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="runs/task_training")
-    parser.add_argument("--camvid", default="camvid", help="folder of CamVid")
-    parser.add_argument("--bccd", default="bccd", help="folder of BCCD")
-    parser.add_argument("--photographs", default="photographs", help="folder of images for super-resolution")
-    parser.add_argument("--scenes", default="scenes", help="folder that examples/scenes.py wrote")
-    parser.add_argument("--networks", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--seconds", type=float, help="of float training: sets the epochs by a few timed steps")
-    parser.add_argument("--intervals", action="store_true", help="only the table of the runs so far with intervals")
-    parser.add_argument("--set", action="append", default=[], help="key=value for every recipe")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--camvid", default="camvid", help="folder of CamVid"),
+        option("--bccd", default="bccd", help="folder of BCCD"),
+        option("--photographs", default="photographs", help="folder of images for super-resolution"),
+        option("--scenes", default="scenes", help="folder that examples/scenes.py wrote"),
+        option("--networks", nargs="+", choices=RECIPES, default=list(RECIPES)),
+        option("--seconds", type=float, help="of float training: sets the epochs by a few timed steps"),
+        option("--intervals", action="store_true", help="only the table of the runs so far with intervals"),
+        option("--set", action="append", default=[], help="key=value for every recipe"),
+        out="runs/task_training",
+    )
     if not o.intervals:
         runs = (
             planned(recipe, [f"data.root={vars(o).get(data, 'null')}", *o.set], o.out / name, o.seconds)

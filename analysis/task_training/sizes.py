@@ -20,7 +20,17 @@ import torch
 
 import compress
 from analysis.common.recipes import RecipeRun, run_all
-from analysis.common.study import Row, append_row, command_line, listed, newest_rows, software, study_parser, table
+from analysis.common.study import (
+    Row,
+    append_row,
+    command_line,
+    listed,
+    newest_rows,
+    option,
+    software,
+    study_options,
+    table,
+)
 from compress.data.base import BatchPlan, DataSet
 from compress.engines import Engine
 from compress.engines.registry import engine_availability, target_of
@@ -38,16 +48,18 @@ _SKIPPED, _TIMED, _BOXES = 8, 24, "float_boxes.pt"
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="runs/sizes")
-    parser.add_argument("stage", choices=("train", "judge", "table"))
-    parser.add_argument("--sizes", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--recipe", default="yolo-scenes", help="name or path")
-    parser.add_argument("--data", default="scenes", help="folder of the images")
-    parser.add_argument("--seconds", type=float, help="of float training: sets the epochs by a few timed steps")
-    parser.add_argument("--set", action="append", default=[], help="key=value for the recipe")
-    parser.add_argument("--engines", nargs="+", default=["cuda", "openvino", "onnxruntime"])
-    parser.add_argument("--limit", type=int, help="images to judge")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("stage", choices=("train", "judge", "table")),
+        option("--sizes", nargs="+", choices=PEERS, default=list(PEERS)),
+        option("--recipe", default="yolo-scenes", help="name or path"),
+        option("--data", default="scenes", help="folder of the images"),
+        option("--seconds", type=float, help="of float training: sets the epochs by a few timed steps"),
+        option("--set", action="append", default=[], help="key=value for the recipe"),
+        option("--engines", nargs="+", default=["cuda", "openvino", "onnxruntime"]),
+        option("--limit", type=int, help="images to judge"),
+        out="runs/sizes",
+    )
     for size in o.sizes:
         folder = o.out / f"{Path(o.recipe).stem}-{size}"
         begun = o.stage == "judge" and folder.is_dir()

@@ -27,7 +27,8 @@ from torchmetrics.functional.text import edit_distance
 from torchvision.transforms.v2 import functional
 
 import compress
-from analysis.common.study import Feeds, Row, command_line, software, study_parser
+from analysis.common.peers import Feeds
+from analysis.common.study import Row, command_line, option, software, sqnr, study_options
 from analysis.text.lines import Line, decode, lines
 from compress.files import write_json, write_text
 from compress.measure.machine import describe_machine
@@ -67,16 +68,18 @@ class Judged:
 
 
 def main() -> None:
-    parser = study_parser(__doc__, out="results")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--packages", type=Path, help="folder that the packages are installed in, if not here")
-    parser.add_argument("--fonts", type=Path, default=Path("/usr/share/fonts"))
-    parser.add_argument("--photographs", type=Path, required=True, help="folder of .jpg files, 200 or more")
-    parser.add_argument("--nncf", help="Python of an environment that has nncf and openvino")
-    parser.add_argument("--calibration", type=int, default=100, help="number of images")
-    parser.add_argument("--evaluated", type=int, default=300, help="number of lines; of photographs, a third")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of timing; 0: none")
-    o = parser.parse_args()
+    o = study_options(
+        __doc__,
+        option("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS)),
+        option("--packages", type=Path, help="folder that the packages are installed in, if not here"),
+        option("--fonts", type=Path, default=Path("/usr/share/fonts")),
+        option("--photographs", type=Path, required=True, help="folder of .jpg files, 200 or more"),
+        option("--nncf", help="Python of an environment that has nncf and openvino"),
+        option("--calibration", type=int, default=100, help="number of images"),
+        option("--evaluated", type=int, default=300, help="number of lines; of photographs, a third"),
+        option("--rounds", type=int, default=9, help="turns of timing; 0: none"),
+        out="results",
+    )
     if o.packages:
         sys.path.insert(0, str(o.packages))
     rows: list[Row] = []
@@ -251,12 +254,6 @@ def _features(images: Images, run: Run, expected: Judged | None) -> Judged:
             "sqnr_db": sqnr(expected.outputs, outputs),
         },
     )
-
-
-def sqnr(expected: Images, found: Images) -> float:
-    noise = sum(np.square(a - b, dtype=np.float64).sum() for a, b in zip(expected, found, strict=True))
-    signal = sum(np.square(a, dtype=np.float64).sum() for a in expected)
-    return float(10 * np.log10(signal / max(noise, 1e-300)))
 
 
 def interval(values: np.ndarray) -> list[float]:

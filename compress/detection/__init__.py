@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,13 @@ from torch.nn import functional as F
 
 from compress.errors import ModelError
 from compress.support.imports import any_failure, described
+
+
+def _zoo() -> ModuleType:
+    """The package of detectors of torchvision."""
+    from torchvision.models import detection  # lazy: it takes seconds, and other tasks do not need it
+
+    return detection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +62,13 @@ class BoxesAndScores(nn.Module):
         num_classes: int,
     ) -> None:
         super().__init__()
-        from torchvision.models.detection import FCOS, ssd  # lazy: it takes seconds
-
         self.names, self.levels, self.num_classes = tuple(names), tuple(levels), num_classes
-        self.first_class = int(isinstance(detector, ssd.SSD))
+        self.first_class = int(isinstance(detector, _zoo().ssd.SSD))
         self.candidates: int = detector.topk_candidates
         self.suppression = Suppression(
             least_score=detector.score_thresh, overlap=detector.nms_thresh, most=detector.detections_per_img
         )
-        self.linear = isinstance(detector, FCOS)
+        self.linear = isinstance(detector, _zoo().FCOS)
         height, width = image_size
         coder = detector.box_coder
         sizes = anchors[:, 2:] - anchors[:, :2]
@@ -119,13 +125,14 @@ def best_alone(scores: Tensor, count: int) -> Tensor:
 
 def has_plain_boxes(detector: nn.Module) -> bool:
     """True if boxes are decoded and selected as in torchvision's RetinaNet, FCOS and SSD."""
-    from torchvision.models.detection import FCOS, RetinaNet, _utils, ssd  # lazy: it takes seconds
+    zoo = _zoo()
 
     def method(kind: Any) -> Callable[..., Any] | None:
         return getattr(kind, "postprocess_detections", None)
 
     coder = type(getattr(detector, "box_coder", None))
-    known = {method(RetinaNet): _utils.BoxCoder, method(ssd.SSD): _utils.BoxCoder, method(FCOS): _utils.BoxLinearCoder}
+    plain, linear = zoo._utils.BoxCoder, zoo._utils.BoxLinearCoder
+    known = {method(zoo.RetinaNet): plain, method(zoo.ssd.SSD): plain, method(zoo.FCOS): linear}
     return known.get(method(type(detector))) is coder
 
 
@@ -155,18 +162,16 @@ BatchLoss = Callable[[Mapping[str, Tensor], Truth, Tensor], Tensor]
 
 
 def batch_loss(detector: nn.Module) -> BatchLoss | None:
-    from torchvision.models.detection import RetinaNet, retinanet  # lazy: it takes seconds
-    from torchvision.models.detection._utils import Matcher, SSDMatcher  # lazy: it takes seconds
-    from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds
-
     parts: Any = detector
+    zoo = _zoo()
     made, matcher = type(detector), type(getattr(detector, "proposal_matcher", None))
-    if getattr(made, "compute_loss", None) is SSD.compute_loss and matcher is SSDMatcher:
+    if getattr(made, "compute_loss", None) is zoo.ssd.SSD.compute_loss and matcher is zoo._utils.SSDMatcher:
         return lambda outputs, truth, anchors: _ssd_loss(parts, outputs, truth, anchors)
-    if getattr(made, "compute_loss", None) is RetinaNet.compute_loss and matcher is Matcher:
+    if getattr(made, "compute_loss", None) is zoo.RetinaNet.compute_loss and matcher is zoo._utils.Matcher:
         head = parts.head
         known = (type(head), type(head.classification_head), type(head.regression_head))
-        own = (retinanet.RetinaNetHead, retinanet.RetinaNetClassificationHead, retinanet.RetinaNetRegressionHead)
+        retina = zoo.retinanet
+        own = (retina.RetinaNetHead, retina.RetinaNetClassificationHead, retina.RetinaNetRegressionHead)
         if known == own and head.regression_head._loss_type == "l1":
             return lambda outputs, truth, anchors: _retinanet_loss(parts, outputs, truth, anchors)
     return None
@@ -196,7 +201,6 @@ def matches(matcher: Any, truth: Truth, anchors: Tensor) -> Tensor:
 
 
 def _matches(matcher: Any, boxes: Tensor, present: Tensor, anchors: Tensor) -> Tensor:
-    from torchvision.models.detection._utils import SSDMatcher  # lazy: it takes seconds
     from torchvision.ops import box_iou  # lazy: it takes seconds
 
     images, most = present.shape
@@ -207,7 +211,9 @@ def _matches(matcher: Any, boxes: Tensor, present: Tensor, anchors: Tensor) -> T
     if matcher.allow_low_quality_matches:  # the nearest anchors of a box learn it, however far they are
         nearest = (overlap == overlap.amax(2, keepdim=True)) & present[..., None]
         found = torch.where(nearest.any(1), index, found)
-    if isinstance(matcher, SSDMatcher):  # the nearest anchor of each box; where two share one, the last of them
+    if isinstance(
+        matcher, _zoo()._utils.SSDMatcher
+    ):  # the nearest anchor of each box; where two share one, the last of them
         order = torch.where(present, torch.arange(most, device=boxes.device), -1)
         forced = torch.full_like(found, -1).scatter_reduce(1, overlap.argmax(2), order, "amax")
         found = torch.where(forced >= 0, forced, found)
@@ -216,14 +222,12 @@ def _matches(matcher: Any, boxes: Tensor, present: Tensor, anchors: Tensor) -> T
 
 def _learned(coder: Any, truth: Truth, found: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Whether anchors learn (N, A), classes (N, A), codes (N, A, 4)."""
-    from torchvision.models.detection._utils import encode_boxes  # lazy: it takes seconds
-
     learns, chosen = found >= 0, found.clamp(min=0)
     all_anchors = anchors.expand(len(found), -1, -1)
     boxes = truth.boxes.gather(1, chosen[..., None].expand(-1, -1, 4))
     boxes = torch.where(learns[..., None], boxes, all_anchors)  # an anchor itself has a finite form
     weights = torch.stack([anchors.new_full((), weight) for weight in coder.weights])  # without a copy to the device
-    forms = encode_boxes(boxes.flatten(0, 1), all_anchors.flatten(0, 1), weights).view_as(boxes)
+    forms = _zoo()._utils.encode_boxes(boxes.flatten(0, 1), all_anchors.flatten(0, 1), weights).view_as(boxes)
     return learns, truth.labels.gather(1, chosen), forms
 
 
@@ -264,18 +268,15 @@ FAMILIES = ("retinanet", "fcos", "ssd")  # beginnings of the names of torchvisio
 
 def is_detector(model: nn.Module) -> bool:
     """True for RetinaNet, FCOS, SSD and SSDLite, with any backbone."""
-    from torchvision.models import detection  # lazy: it takes seconds, and other tasks do not need it
-
-    return isinstance(model, (detection.RetinaNet, detection.FCOS, detection.ssd.SSD))
+    zoo = _zoo()
+    return isinstance(model, (zoo.RetinaNet, zoo.FCOS, zoo.ssd.SSD))
 
 
 def has_background(name_or_model: str | nn.Module) -> bool:
     """True if class 0 is background, as in SSD and SSDLite."""
     if isinstance(name_or_model, str):
         return name_or_model.startswith(("ssd", "fasterrcnn"))
-    from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds, and other tasks do not need it
-
-    return isinstance(name_or_model, SSD)
+    return isinstance(name_or_model, _zoo().ssd.SSD)
 
 
 class DetectorNetwork(nn.Module):
@@ -378,11 +379,11 @@ class DetectorHead:
 
     def anchors(self, device: torch.device) -> Tensor:
         if device not in self._anchors:
-            from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
-
             image = torch.zeros(1, device=device).expand(1, 3, *self.image_size)
             maps = [torch.zeros(1, device=device).expand(1, 1, *size) for size in self._maps.values()]
-            self._anchors[device] = self._detector.anchor_generator(ImageList(image, [self.image_size]), maps)[0]
+            self._anchors[device] = self._detector.anchor_generator(
+                _zoo().image_list.ImageList(image, [self.image_size]), maps
+            )[0]
         return self._anchors[device]
 
     def boxes_and_scores(self) -> BoxesAndScores:
@@ -437,9 +438,7 @@ class Unchanged(nn.Module):
     """A transform that leaves images to the data."""
 
     def forward(self, images: list[Tensor], targets: Any = None) -> tuple[Any, Any]:
-        from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
-
-        return ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
+        return _zoo().image_list.ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
 
     def postprocess(self, result: T, image_shapes: object, original_image_sizes: object) -> T:
         return result
@@ -451,9 +450,7 @@ TWO_STAGE = ("fasterrcnn",)
 
 def is_two_stage(model: nn.Module) -> bool:
     """True for Faster R-CNN with any backbone, without masks or keypoints."""
-    from torchvision.models.detection import FasterRCNN  # lazy: it takes seconds, and other tasks do not need it
-
-    return isinstance(model, FasterRCNN) and not (model.roi_heads.has_mask() or model.roi_heads.has_keypoint())
+    return isinstance(model, _zoo().FasterRCNN) and not (model.roi_heads.has_mask() or model.roi_heads.has_keypoint())
 
 
 class ProposalNetwork(nn.Module):

@@ -44,9 +44,11 @@ def as_array(part: Any) -> NDArray[np.generic]:
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # torch does not take ml_dtypes'
 
 
-def limited(
-    batches: Iterable[Any], limit: int | None, read: Callable[[Any], tuple[list[NDArray[np.generic]], Any]]
-) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
+# What takes the input arrays and the targets out of a batch.
+Read = Callable[[Any], tuple[list[NDArray[np.generic]], Any]]
+
+
+def limited(batches: Iterable[Any], limit: int | None, read: Read) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
     """Yield the input arrays and the targets that `read` takes out of each batch, `limit` images in all."""
     left = limit
     for batch in batches:
@@ -142,19 +144,14 @@ def measure_accuracy(
     logits_name = _logits_output(engine)
     ranks: list[Ints] = []
     kept: list[Floats] = []
-    classes, count, task = 0, 0, f"top-1: {engine.info.label}"
-    progress.start(task, length_hint(batches))
-    for arrays, targets in limited(batches, limit, _pair):
-        logits = _run(engine, arrays, first=count, names=[logits_name])[logits_name].numpy()
-        _check(logits, targets, engine.info.label, logits_name, first=count)
+    classes = 0
+    for first, found, targets in _results(engine, batches, limit, _pair, [logits_name], "top-1", progress):
+        logits = found[logits_name].numpy()
+        _check(logits, targets, engine.info.label, logits_name, first=first)
         logits = logits.astype(np.float32, copy=False)
         ranks.append(target_ranks(logits, targets))
         kept += [logits] if keep_logits else []
-        classes, count = logits.shape[1], count + len(targets)
-        progress.advance(task, 1, images=count)
-    progress.finish(task)
-    if not count:
-        raise DataError(f"{engine.info.label}: there is no image to evaluate: the batches are empty, or the limit is 0")
+        classes = logits.shape[1]
     rank = np.concatenate(ranks)
     if classes < _TOP:
         notes.append(f"there are {classes} classes, so top-5 is 100 %")
@@ -162,10 +159,31 @@ def measure_accuracy(
         label=engine.info.label,
         top1=float(np.mean(rank < 1)),
         top5=float(np.mean(rank < _TOP)),
-        images=count,
+        images=len(rank),
         logits=np.concatenate(kept) if keep_logits else None,
         notes=tuple(notes),
     )
+
+
+def _results(
+    engine: Engine,
+    batches: Iterable[Any],
+    limit: int | None,
+    read: Read,
+    names: Sequence[str],
+    title: str,
+    progress: Progress,
+) -> Iterator[tuple[int, dict[str, Tensor], Any]]:
+    """Yield (number of the first image, outputs `names` (() = all), targets) of each batch; refuse none at all."""
+    task, count = f"{title}: {engine.info.label}", 0
+    progress.start(task, length_hint(batches))
+    for arrays, targets in limited(batches, limit, read):
+        yield count, _run(engine, arrays, first=count, names=names), targets
+        count += len(targets)
+        progress.advance(task, 1, images=count)
+    progress.finish(task)
+    if not count:
+        raise DataError(f"{engine.info.label}: there is no image to evaluate: the batches are empty, or the limit is 0")
 
 
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
@@ -267,18 +285,12 @@ def measure_metric(
     chosen = task_metric(metric, select=lambda outputs: next(iter(outputs.values())) if len(outputs) == 1 else outputs)
     notes = preprocessing_notes(engine, preprocessing)
     meter, kept, count = chosen.make(), [], 0
-    task = f"{chosen.title}: {engine.info.label}"
-    progress.start(task, length_hint(batches))
-    for arrays, targets in limited(batches, limit, _parts):
-        outputs = chosen.select(_run(engine, arrays, first=count))
+    for first, found, targets in _results(engine, batches, limit, _parts, (), chosen.title, progress):
+        outputs = chosen.select(found)
         meter.update(outputs, targets)
-        if count < keep:
+        if first < keep:
             kept.append(outputs)
         count += len(targets)
-        progress.advance(task, 1, images=count)
-    progress.finish(task)
-    if not count:
-        raise DataError(f"{engine.info.label}: there is no image to evaluate: the batches are empty, or the limit is 0")
     return EngineFigures(
         label=engine.info.label,
         values=chosen.figures(meter),

@@ -476,17 +476,15 @@ def bind_depthwise(
 
 
 def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    zero = _zero(step)
-
     def candidate(tile: DepthwiseTile) -> Candidate:
         weight: Weight = bindings.keep(
             (step.name, "weight", tile.floats),
-            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
+            lambda: pack_depthwise(step.weight, _zero(step), floats=tile.floats, device=bindings.device),
         )
 
         def launch(x: Tensor, outputs: Outputs) -> None:
             size = (shape[2], shape[3])
-            depthwise(channels_last(x), weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
+            depthwise(channels_last(x), weight, finish, outputs, geometry, size, tile)
 
         text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
         return _candidate(step, f"depthwise {text}", launch)
@@ -519,13 +517,14 @@ def _taps(step: Convolution) -> tuple[int, int]:
 
 
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    zero = _zero(step)
-    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+    weight: Weight = bindings.keep(
+        (step.name, "words"), lambda: pack_dots(step.weight, _zero(step), device=bindings.device)
+    )
 
     def candidate(tile: RowsTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
             size = (shape[2], shape[3])
-            depthwise_rows(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
+            depthwise_rows(x, weight, finish, outputs, geometry, size, tile)
 
         text = f"depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
         return _candidate(step, text, launch)
@@ -542,7 +541,7 @@ def _product(
     read: Callable[[Tensor], Tensor],
     axis: int,
 ) -> list[Candidate]:
-    finish, zero = product_finish(step, bindings), _zero(step)
+    finish = product_finish(step, bindings)
     images, columns, *size = shape
     rows = images * size[0] * size[1]
 
@@ -555,18 +554,7 @@ def _product(
                 if key not in bindings.workspaces:
                     bindings.workspaces[key] = workspace(bindings.device, *key)
                 space = bindings.workspaces[key]
-            product(
-                read(x),
-                weight,
-                finish,
-                outputs,
-                columns,
-                geometry,
-                (size[0], size[1]),
-                tile,
-                zero=zero,
-                space=space,
-            )
+            product(read(x), weight, finish, outputs, geometry, (size[0], size[1]), tile, space)
 
         return _candidate(step, f"product {tile_text(tile)}", launch, axis)
 
@@ -581,7 +569,7 @@ def _of_rows(
 ) -> list[Candidate]:
     """Candidates for products of rows that lie evenly: by descriptors, or holding the whole weight."""
     e, channels = step.epilogue, weight.codes.shape[-1]
-    finish, zero = product_finish(step, bindings), _zero(step)
+    finish = product_finish(step, bindings)
     even = _even_rows(step.x.name, layout, axes[0])
     if even is None or weight.groups > 1 or even[1] < channels:
         return []
@@ -594,7 +582,7 @@ def _of_rows(
     def candidate(text: str, run: Callable[..., None], tile: object, *processors: int) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
             rows = x.as_strided((count, channels), (pitch, 1))
-            run(rows, weight, finish, outputs, columns, tile, *processors, zero=zero)
+            run(rows, weight, finish, outputs, tile, *processors)
 
         return _candidate(step, text, launch, axes[1])
 
@@ -622,19 +610,19 @@ def _window(
     shape: tuple[int, int, int, int],
     geometry: Geometry,
 ) -> list[Candidate]:
-    e, zero, finish = step.epilogue, _zero(step), product_finish(step, bindings)
+    e, finish = step.epilogue, product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
     moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
-    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or zero or not even or e.out.value:
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or weight.zero or not even or e.out.value:
         return []  # the copy engine fills in zeros, and moves by one
     if shape[1] % ALIGNED or finish.vectors.inverse is not None or finish.kind.residual == 2:
         return []
 
     def candidate(tile: WindowTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
-            window(x, weight, finish, outputs, shape[1], geometry, (shape[2], shape[3]), tile)
+            window(x, weight, finish, outputs, geometry, (shape[2], shape[3]), tile)
 
         text = f"{tile.images}x{tile.high}x{tile.wide}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}"
         return _candidate(step, f"window {text}", launch)
