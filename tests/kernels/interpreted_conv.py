@@ -12,25 +12,25 @@ from compress.kernels.memory_format import unpack
 from compress.kernels.triton import depthwise as triton_depthwise
 from compress.kernels.triton.conv_int8 import (
     Codes,
+    ConvTile,
     Geometry,
     conv_codes,
     output_size,
     stem_filter,
     stem_image,
 )
-from compress.kernels.triton.int8_product import Tile
 from tests.kernels.float64 import CASES as DEPTHWISE
 from tests.kernels.float64 import check_depthwise
 
 RELU, RELU6, NONE = (0.0, math.inf), (0.0, 6.0), (-math.inf, math.inf)
-SMALL = Tile(32, 32, 32, 2, 4, part=16)
+SMALL = ConvTile(32, 32, 32, 2, 4, part=16)
 CASES = (
     # images, channels, height, width, outputs, taps, stride, padding, dilation, residual, bounds, bias, low, tile
     (2, 32, 5, 3, 32, 1, 1, 0, 1, "codes", RELU, True, -128, SMALL),
     (2, 32, 5, 7, 48, 3, 1, 1, 1, "float", RELU6, True, -128, SMALL),
     (2, 48, 7, 6, 16, 3, 2, 1, 1, "", NONE, False, -128, SMALL),
     (1, 16, 9, 9, 32, 3, 1, 2, 2, "codes", NONE, True, -127, SMALL),
-    (2, 64, 6, 6, 32, 1, 2, 0, 1, "", RELU, True, -128, Tile(16, 16, 32, 2, 4)),
+    (2, 64, 6, 6, 32, 1, 2, 0, 1, "", RELU, True, -128, ConvTile(16, 16, 32, 2, 4)),
     (1, 32, 8, 8, 16, 3, 1, 0, 1, "", RELU, True, -128, None),
     (3, 16, 4, 4, 80, 1, 1, 0, 1, "float", NONE, True, -128, None),
 )

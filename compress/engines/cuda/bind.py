@@ -476,15 +476,17 @@ def bind_depthwise(
 
 
 def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    zero = _zero(step)
+
     def candidate(tile: DepthwiseTile) -> Candidate:
         weight: Weight = bindings.keep(
             (step.name, "weight", tile.floats),
-            lambda: pack_depthwise(step.weight, _zero(step), floats=tile.floats, device=bindings.device),
+            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
         )
 
         def launch(x: Tensor, outputs: Outputs) -> None:
             size = (shape[2], shape[3])
-            depthwise(channels_last(x), weight, finish, outputs, geometry, size, tile)
+            depthwise(channels_last(x), weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
         text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
         return _candidate(step, f"depthwise {text}", launch)
@@ -517,14 +519,13 @@ def _taps(step: Convolution) -> tuple[int, int]:
 
 
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    weight: Weight = bindings.keep(
-        (step.name, "words"), lambda: pack_dots(step.weight, _zero(step), device=bindings.device)
-    )
+    zero = _zero(step)
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
 
     def candidate(tile: RowsTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
             size = (shape[2], shape[3])
-            depthwise_rows(x, weight, finish, outputs, geometry, size, tile)
+            depthwise_rows(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
         text = f"depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
         return _candidate(step, text, launch)
@@ -541,7 +542,7 @@ def _product(
     read: Callable[[Tensor], Tensor],
     axis: int,
 ) -> list[Candidate]:
-    finish = product_finish(step, bindings)
+    finish, zero = product_finish(step, bindings), _zero(step)
     images, columns, *size = shape
     rows = images * size[0] * size[1]
 
@@ -554,7 +555,18 @@ def _product(
                 if key not in bindings.workspaces:
                     bindings.workspaces[key] = workspace(bindings.device, *key)
                 space = bindings.workspaces[key]
-            product(read(x), weight, finish, outputs, geometry, (size[0], size[1]), tile, space)
+            product(
+                read(x),
+                weight,
+                finish,
+                outputs,
+                columns,
+                geometry,
+                (size[0], size[1]),
+                tile,
+                zero=zero,
+                space=space,
+            )
 
         return _candidate(step, f"product {tile_text(tile)}", launch, axis)
 
@@ -569,7 +581,7 @@ def _of_rows(
 ) -> list[Candidate]:
     """Candidates for products of rows that lie evenly: by descriptors, or holding the whole weight."""
     e, channels = step.epilogue, weight.codes.shape[-1]
-    finish = product_finish(step, bindings)
+    finish, zero = product_finish(step, bindings), _zero(step)
     even = _even_rows(step.x.name, layout, axes[0])
     if even is None or weight.groups > 1 or even[1] < channels:
         return []
@@ -582,7 +594,7 @@ def _of_rows(
     def candidate(text: str, run: Callable[..., None], tile: object, *processors: int) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
             rows = x.as_strided((count, channels), (pitch, 1))
-            run(rows, weight, finish, outputs, tile, *processors)
+            run(rows, weight, finish, outputs, columns, tile, *processors, zero=zero)
 
         return _candidate(step, text, launch, axes[1])
 
@@ -610,19 +622,19 @@ def _window(
     shape: tuple[int, int, int, int],
     geometry: Geometry,
 ) -> list[Candidate]:
-    e, finish = step.epilogue, product_finish(step, bindings)
+    e, zero, finish = step.epilogue, _zero(step), product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
     moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
-    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or weight.zero or not even or e.out.value:
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or zero or not even or e.out.value:
         return []  # the copy engine fills in zeros, and moves by one
     if shape[1] % ALIGNED or finish.vectors.inverse is not None or finish.kind.residual == 2:
         return []
 
     def candidate(tile: WindowTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
-            window(x, weight, finish, outputs, geometry, (shape[2], shape[3]), tile)
+            window(x, weight, finish, outputs, shape[1], geometry, (shape[2], shape[3]), tile)
 
         text = f"{tile.images}x{tile.high}x{tile.wide}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}"
         return _candidate(step, f"window {text}", launch)

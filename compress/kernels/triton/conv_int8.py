@@ -14,7 +14,6 @@ from compress.kernels.epilogue import Epilogue, Window, rounding_threshold
 from compress.kernels.fake_quantize import in_type, masked_gradients
 from compress.kernels.memory_format import empty_channels_last
 from compress.kernels.triton.fake_quantize import plan_of, step_of
-from compress.kernels.triton.int8_product import Tile
 from compress.kernels.triton.launch import BoundedCache, Launch, launch, tl, triton
 from compress.kernels.triton.pool import pool, unpool
 
@@ -377,6 +376,27 @@ class Geometry(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
 
 
+class ConvTile(NamedTuple):
+    """The part of the result that one program computes.
+
+    Attributes:
+        rows: output pixels.
+        columns: output channels.
+        depth: input channels of one step.
+        stages: steps whose loads are in flight at a time.
+        part: columns that the epilogue holds in registers at a time.
+        registers: limit per thread; None = the compiler decides.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int = 3
+    warps: int = 8
+    part: int = 64
+    registers: int | None = None
+
+
 class ConvResult(NamedTuple):
     """The results of the kernel; None unless asked for.
 
@@ -391,17 +411,17 @@ class ConvResult(NamedTuple):
     value: Tensor | None
 
 
-def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> Tile:
+def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> ConvTile:
     """A tile for `pixels` output pixels; `limited`: a limit of registers can be set."""
     # Within 5 % of the best of seven tiles for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all.
     depth = 64 if channels > 32 else 32
-    narrow = Tile(128, 64, depth, 4, 4, 32, 168)
+    narrow = ConvTile(128, 64, depth, 4, 4, 32, 168)
     if min(channels, outputs) <= 64 or (not limited and channels * taps < 512):
         return narrow
     depth = 128 if channels % 128 == 0 else depth
     if pixels * outputs < 256 * 128 * 128:  # fewer programs than would fill the multiprocessors twice
-        return Tile(64, 128, depth, 3, 4, 32, 168)
-    return Tile(128, 128, depth, 3, 8, 64 if limited else 32, 128)
+        return ConvTile(64, 128, depth, 3, 4, 32, 168)
+    return ConvTile(128, 128, depth, 3, 8, 64 if limited else 32, 128)
 
 
 def conv_codes(
@@ -416,7 +436,7 @@ def conv_codes(
     codes: bool = True,
     bits: bool = True,
     dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    tile: ConvTile | None = None,
 ) -> ConvResult:
     """Compute quantize(activation(conv(x, weight) + bias + residual)), from codes to codes.
 
@@ -455,7 +475,7 @@ class _Call(NamedTuple):
     bytes: int
     grid: tuple[int]
     constants: tuple[Any, ...]
-    tile: Tile
+    tile: ConvTile
 
 
 def _call_of(
@@ -465,7 +485,7 @@ def _call_of(
     epilogue: Epilogue,
     geometry: Geometry,
     added_codes: bool,
-    tile: Tile | None,
+    tile: ConvTile | None,
 ) -> _Call:
     images, channels, height, width = q.shape
     outputs, _, taps_y, taps_x = w.shape

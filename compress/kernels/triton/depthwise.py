@@ -86,12 +86,12 @@ def _loaded(base_ptr, pixel, there, channels, column):
 
 
 @triton.jit
-def _with_pixels(sums, pixels, factors, PLACE: tl.constexpr, COUNT: tl.constexpr, SUMS: tl.constexpr):
-    """Some sums with the products of a column of pixels: of a strip, by taps; or of taps, by gradients of a strip."""
+def _with_pixels(sums, pixels, weights, PLACE: tl.constexpr, TAPS: tl.constexpr, STRIP: tl.constexpr):
+    """The sums of a strip with the products of a column of pixels."""
     found = ()
-    for i in tl.static_range(SUMS):
-        if i <= PLACE and PLACE - i < COUNT:
-            found = found + (sums[i] + pixels * factors[PLACE - i],)  # noqa: RUF005
+    for i in tl.static_range(STRIP):
+        if i <= PLACE and PLACE - i < TAPS:
+            found = found + (sums[i] + pixels * weights[PLACE - i],)  # noqa: RUF005
         else:
             found = found + (sums[i],)  # noqa: RUF005
     return found
@@ -139,12 +139,24 @@ def filter_gradient_kernel(
             x = first_x + (place - TAPS_X // 2)
             there = row_there & (x >= 0) & (x < width)
             pixels = _loaded(x_ptr, (image * height + y) * width + x, there, channels, column)
-            sums = _with_pixels(sums, pixels, grads, place, STRIP, TAPS_X)
+            sums = _with_grads(sums, pixels, grads, place, TAPS_X, STRIP)
     sums_ptr += program * ((TAPS_Y * TAPS_X + 1) * channels) + column
     for tap_x in tl.static_range(TAPS_X):
         tl.store(sums_ptr + (tap_y * TAPS_X + tap_x) * channels, tl.sum(sums[tap_x], axis=0), mask=inside)
     if tap_y == 0:
         tl.store(sums_ptr + TAPS_Y * TAPS_X * channels, tl.sum(of_bias, axis=0), mask=inside)
+
+
+@triton.jit
+def _with_grads(sums, pixels, grads, PLACE: tl.constexpr, TAPS: tl.constexpr, STRIP: tl.constexpr):
+    """The sums of a row of taps with the products of a column of pixels."""
+    found = ()
+    for tap in tl.static_range(TAPS):
+        if tap <= PLACE and PLACE - tap < STRIP:
+            found = found + (sums[tap] + pixels * grads[PLACE - tap],)  # noqa: RUF005
+        else:
+            found = found + (sums[tap],)  # noqa: RUF005
+    return found
 
 
 class Grid(NamedTuple):

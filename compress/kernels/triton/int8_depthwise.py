@@ -37,9 +37,7 @@ def pack_depthwise(weight: Tensor, zero: int = 0, *, floats: bool, device: torch
     """A weight (C, 1, R, S), int8, as the kernel reads it: (R, S, C), int32 or float32, C filled up with zeros."""
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED))
     return Weight(
-        codes.to(device, torch.float32 if floats else torch.int32).contiguous(),
-        zero_correction(weight, zero, device),
-        zero=zero,
+        codes.to(device, torch.float32 if floats else torch.int32).contiguous(), zero_correction(weight, zero, device)
     )
 
 
@@ -48,12 +46,15 @@ def depthwise(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     geometry: Geometry,
     out_size: tuple[int, int],
     tile: DepthwiseTile,
+    *,
+    zero: int = 0,
 ) -> None:
-    """Launch the depthwise convolution of int8 (N, C, H, W) with neighbouring channels; the code of 0 pads."""
-    images, columns, height, width = x.shape
+    """Launch the depthwise convolution of int8 (N, C, H, W) with neighbouring channels; `zero` pads."""
+    images, _, height, width = x.shape
     image_step, _, row_step, pixel_step = x.stride()
     taps_y, taps_x, channels = weight.codes.shape
     groups = -(-out_size[1] // tile.strip)
@@ -75,12 +76,12 @@ def depthwise(
         Sizes(height, width, *out_size),
         geometry.pad_y,
         geometry.pad_x,
-        weight.zero,
+        zero,
         finish.kind,
         taps_y,
         taps_x,
         *strides,
-        weight.zero != 0,
+        zero != 0,
         tile.strip,
         tile.positions,
         tile.channels,
@@ -243,7 +244,7 @@ def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cp
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED, 3, 3))
     shifted = codes.unfold(1, WORD, 1)  # (R, S + 3, C, 4 taps)
     words = shifted.contiguous().view(torch.int32)[..., 0].unflatten(-1, (-1, WORD)).transpose(-1, -2)
-    return Weight(words.contiguous().to(device), zero_correction(weight, zero, device), zero=zero)
+    return Weight(words.contiguous().to(device), zero_correction(weight, zero, device))
 
 
 def _words_of(x: Tensor) -> Tensor:
@@ -260,19 +261,23 @@ def depthwise_rows(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     geometry: Geometry,
     out_size: tuple[int, int],
     tile: RowsTile,
+    *,
+    zero: int = 0,
 ) -> None:
     """Launch the depthwise convolution of `x`.
 
     - `x`: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
-      multiple of 16 channels; C is a multiple of 4.
+      multiple of 16 channels.
     - `finish`: on the device; its grid has one scale.
     - `outputs`: what is written, in rows at multiples of 4 elements; nothing is added.
+    - `columns`: channels, a multiple of 4.
     - `geometry`: without dilation.
     """
-    images, columns, height, width = x.shape
+    images, _, height, width = x.shape
     taps_y, shifts, _, words = weight.codes.shape
     image_step, row_step, pixel_step = (x.stride(i) // WORD for i in (0, 2, 3))
     groups, blocks = -(-out_size[1] // tile.strip), -(-out_size[0] // tile.high)
@@ -295,13 +300,13 @@ def depthwise_rows(
         Sizes(height, width, *out_size),
         geometry.pad_y,
         geometry.pad_x,
-        _word_of(weight.zero),
+        _word_of(zero),
         finish.kind,
         taps_y,
         shifts - 3,
         geometry.stride_y,
         geometry.stride_x,
-        weight.zero != 0,
+        zero != 0,
         tile.high,
         tile.strip,
         units,

@@ -31,12 +31,14 @@ class ProductTile(Protocol):
         """Input channels of one product."""
 
 
-def describe_operands(x: Tensor, weight: Weight, tile: ProductTile) -> tuple[TensorDescriptor, TensorDescriptor]:
+def describe_operands(
+    x: Tensor, weight: Weight, columns: int, tile: ProductTile
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The descriptors of the pixels and of the filters, of operands as `pointwise` takes them."""
     rows, channels = x.shape[0], weight.codes.shape[-1]
     return (
         TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth]),
-        TensorDescriptor(weight.codes, [len(weight.codes), channels], [channels, 1], [tile.columns, tile.depth]),
+        TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth]),
     )
 
 
@@ -72,17 +74,21 @@ def pointwise(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     tile: PointwiseTile,
     multiprocessors: int,
+    *,
+    zero: int = 0,
 ) -> None:
     """Launch the product of `x` and the weight, limited by memory: programs that go over many tiles.
 
     - `x`: int8 (rows, K), channels dense, rows at multiples of 16 bytes.
-    - `weight`: of one tap and one group, and a multiple of 16 output channels: the copy engine writes whole 16 bytes.
+    - `weight`: of one tap and one group.
     - `outputs`: codes, in rows at multiples of 16 bytes; no values.
+    - `columns`: a multiple of 16: the copy engine writes whole 16 bytes.
     """
-    rows, columns, channels = x.shape[0], len(weight.codes), weight.codes.shape[-1]
-    pixels, filters = describe_operands(x, weight, tile)
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    pixels, filters = describe_operands(x, weight, columns, tile)
     residual, codes = describe_results(finish, outputs, rows, columns, tile)
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
     programs = min(tiles, tile.programs * multiprocessors)
@@ -97,7 +103,7 @@ def pointwise(
         rows,
         columns,
         finish.kind,
-        weight.zero != 0,
+        zero != 0,
         -(-channels // tile.depth),
         tile.rows,
         tile.columns,
@@ -150,10 +156,12 @@ def _pointwise_kernel(
         codes.store([first_row, first_column], result)
 
 
-def deep(x: Tensor, weight: Weight, finish: Finish, outputs: Outputs, tile: Tile) -> None:
+def deep(
+    x: Tensor, weight: Weight, finish: Finish, outputs: Outputs, columns: int, tile: Tile, *, zero: int = 0
+) -> None:
     """Launch a product with a weight of many input channels, a program for each tile; operands of `pointwise`."""
-    rows, columns, channels = x.shape[0], len(weight.codes), weight.codes.shape[-1]
-    pixels, filters = describe_operands(x, weight, tile)
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    pixels, filters = describe_operands(x, weight, columns, tile)
     _deep_kernel[(tiles_of(rows, columns, tile),)](
         pixels,
         filters,
@@ -164,7 +172,7 @@ def deep(x: Tensor, weight: Weight, finish: Finish, outputs: Outputs, tile: Tile
         rows,
         columns,
         finish.kind,
-        weight.zero != 0,
+        zero != 0,
         -(-channels // tile.depth),
         tile.rows,
         tile.columns,
@@ -242,6 +250,7 @@ def window(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     geometry: Geometry,
     out_size: tuple[int, int],
     tile: WindowTile,
@@ -252,11 +261,11 @@ def window(
       weight's channels.
     - `finish`: of `finish_of`, on the device; its grid has one scale.
     - `outputs`: codes, in rows at multiples of 16 bytes; no values.
-    - `weight`: of a multiple of 16 output channels.
+    - `columns`: a multiple of 16.
     - `geometry`: of a filter that moves by one pixel.
     """
     images, _, height, width = x.shape
-    columns, taps_y, taps_x, channels = weight.codes.shape
+    _, taps_y, taps_x, channels = weight.codes.shape
     image_step, _, row_step, pixel_step = x.stride()
     box = [tile.images, tile.high, tile.wide]
 

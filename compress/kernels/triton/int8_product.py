@@ -74,14 +74,12 @@ class Weight(NamedTuple):
         correction: int32 (O,), -zero * sum of the weight; None where the input's zero is 0.
         groups: of output channels, which read as many groups of input channels.
         step: input channels from one group to the next.
-        zero: the input's code of 0.
     """
 
     codes: Tensor
     correction: Tensor | None
     groups: int = 1
     step: int = 0
-    zero: int = 0
 
 
 def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Tensor | None:
@@ -99,7 +97,7 @@ def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.de
     if joined > 1:
         weight, groups = _joined_groups(weight, groups, joined), groups // joined
     codes = torch.nn.functional.pad(weight.permute(0, 2, 3, 1), (0, -weight.shape[1] % ALIGNED)).contiguous()
-    return Weight(codes.to(device), correction, groups, weight.shape[1], zero)
+    return Weight(codes.to(device), correction, groups, weight.shape[1])
 
 
 def _joined_groups(weight: Tensor, groups: int, joined: int) -> Tensor:
@@ -135,15 +133,18 @@ def product(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     geometry: Geometry,
     out_size: tuple[int, int],
     tile: Tile,
+    *,
+    zero: int = 0,
     space: Workspace | None = None,
 ) -> None:
     """Launch the convolution of `x`.
 
     - `x`: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
-    - `out_size`: (OH, OW).
+    - `columns`, `out_size`: output channels and (OH, OW).
     - `space`: memory for a tile with splits.
     """
     images, _, height, width = x.shape
@@ -153,7 +154,7 @@ def product(
     padded = _reaches_out((height, width), (taps_y, taps_x), geometry, out_size)
     dense = row_step == width * pixel_step and image_step == height * row_step
     flat = taps_y * taps_x == 1 and geometry.stride_y == geometry.stride_x == 1 and not padded and dense
-    columns = len(weight.codes) // weight.groups
+    columns //= weight.groups
     grid = (tiles_of(rows, columns, tile), tile.splits, weight.groups)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     _product_kernel[grid](
@@ -170,7 +171,7 @@ def product(
         Steps(image_step, row_step, pixel_step),
         Sizes(height, width, *out_size),
         geometry,
-        weight.zero,
+        zero,
         weight.step,
         finish.kind,
         taps_y,
@@ -178,7 +179,7 @@ def product(
         flat,
         padded,
         channels % tile.depth == 0,
-        weight.zero != 0,
+        zero != 0,
         tile.splits,
         *(tile.rows, tile.columns, tile.depth),
         min(tile.part, tile.columns),
@@ -416,11 +417,14 @@ def wide(
     weight: Weight,
     finish: Finish,
     outputs: Outputs,
+    columns: int,
     tile: WideTile,
     multiprocessors: int,
+    *,
+    zero: int = 0,
 ) -> None:
     """Launch a product of int8 (rows, K), with room for the weight's channels, and a weight of one tap and group."""
-    rows, columns, channels = x.shape[0], len(weight.codes), weight.codes.shape[-1]
+    rows, channels = x.shape[0], weight.codes.shape[-1]
     strip = sum(tile.widths)
     strips = -(-columns // strip)
     programs = min(-(-rows // tile.rows), -(-tile.programs * multiprocessors // strips))
@@ -436,7 +440,7 @@ def wide(
         columns,
         x.stride(0),
         finish.kind,
-        weight.zero != 0,
+        zero != 0,
         tile.rows,
         strip,
         tile.widths,

@@ -159,10 +159,10 @@ def check_pointwise(device):
         outputs = Outputs(residual.to(device), codes, None, pitch, pitch)
         weight = pack_weight(w, zero, device=device)
         if isinstance(tile, Tile):
-            deep(x.to(device), weight, finish, outputs, tile)
+            deep(x.to(device), weight, finish, outputs, columns, tile, zero=zero)
         else:
             compute = wide if isinstance(tile, WideTile) else pointwise
-            compute(x.to(device), weight, finish, outputs, tile, 2)
+            compute(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         assert_codes(codes, plain(sums, residual[:, :columns]))
 
@@ -191,9 +191,11 @@ def check_dots(device):
             pack_dots(w, zero, device=device),
             finish,
             Outputs(None, codes, None, 0, channels + 16),
+            channels,
             Geometry(stride, stride, padding, padding),
             size,
             tile,
+            zero=zero,
         )
         assert_codes(codes, (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1)
 
@@ -220,6 +222,7 @@ def check_windows(device):
             pack_weight(w, device=device),
             finish,
             Outputs(residual.to(device), codes, None, pitch, pitch),
+            columns,
             Geometry(1, 1, padding, padding, dilation, dilation),
             size,
             tile,
@@ -266,7 +269,7 @@ def check_epilogues(device):
             ).to(device)
             codes, value = (torch.zeros(9, 7, dtype=t, device=device) for t in (torch.int8, torch.float32))
             outputs = Outputs(residual.to(device), codes, value, 7, 7, 7)
-            deep(x.to(device), pack_weight(w, device=device), finish, outputs, Tile(16, 16, 32))
+            deep(x.to(device), pack_weight(w, device=device), finish, outputs, 7, Tile(16, 16, 32))
             y = 1e-4 * sums + 0.1
             y = function(y) + residual if first is activation else function(y + residual)
             torch.testing.assert_close(value.cpu().double(), y, rtol=1e-5, atol=2e-6, msg=name)
