@@ -126,7 +126,6 @@ def evaluate(
     with modes_restored(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for images, targets in split.batches(plan, device=device):
-            # numpy, which metrics compute with, has no bfloat16
             outputs = tree_map(_in_float32, outputs_of(forward, images))
             task.check(outputs, images)
             meter.update(outputs, targets)
@@ -142,6 +141,7 @@ def evaluate(
 
 
 def _in_float32(value: Any) -> Any:
+    # numpy, which metrics compute with, has no bfloat16
     return value.float() if isinstance(value, Tensor) and value.dtype in {torch.bfloat16, torch.float16} else value
 
 
