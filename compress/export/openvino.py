@@ -163,11 +163,9 @@ def _unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> list[onnx.Node
 
 @each_node
 def float_averages(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers.
-
-    OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it, and rounds it to
-    the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
-    """
+    """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers."""
+    # OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it, and rounds it
+    # to the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
     consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
     in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
     return _unfused(node, "average", view) if in_float else None
@@ -292,10 +290,8 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
 
 
 def whole_transforms(proto: onnx.ModelProto) -> int:
-    """Rewrite one-sided DFTs, which OpenVINO reads with an axis too many, and inverse ones with an axis too few.
-
-    A whole DFT is cut; the result of an inverse one is reshaped. Those of unknown size are left alone.
-    """
+    # OpenVINO reads a one-sided DFT of real values with an axis too many, and an inverse one with one too few: a whole
+    # DFT is cut, the result of an inverse one reshaped. Those of unknown size are left alone.
     transforms = [node for node in proto.graph.node if node.op_type == "DFT" and attribute(node, "onesided", 0)]
     view, sizes = OnnxGraph(proto.graph), _sizes(proto) if transforms else {}
 
