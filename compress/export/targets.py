@@ -267,7 +267,7 @@ def pack_int4(proto: onnx.ModelProto) -> int:
 
 
 # ONNX Runtime's words for an operator of a user's own domain, which it loads with its library.
-_OF_A_LIBRARY = re.compile(r"(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(-?\d+\) is not a registered")
+_OF_A_LIBRARY = re.compile(r"(?<![\w.-])(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(-?\d+\) is not a registered")
 
 
 def refusal(file: Path, engine: str) -> str:
