@@ -185,6 +185,26 @@ def padding_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
     return [made_after(node, "Max", [tensor] * 2, node.input[0]), node]
 
 
+# First opset whose Pad takes its amounts as an input.
+PAD_OPSET = 11
+
+
+@each_node
+def ceilings_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # OpenVINO divides a window of an AveragePool that reaches over counted padding (`ceil_mode`) by another number, in
+    # float too (15 dB): a Pad before it leaves only what is there to count.
+    pads = list(attribute(node, "pads", []))
+    ceils = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0) and any(pads)
+    if not ceils or not attribute(node, "count_include_pad", 0):
+        return None
+    half, output = len(pads) // 2, node.output[0]
+    amounts = np.asarray([0, 0, *pads[:half], 0, 0, *pads[half:]], np.int64)
+    inputs = [node.input[0], view.add_constant(added_tensor(output, "pads"), amounts)]
+    node.input[0] = view.free(added_tensor(output, "whole"))
+    replace_attributes(node, pads=None, count_include_pad=None)
+    return [made_after(node, "Pad", inputs, node.input[0]), node]
+
+
 @each_node
 def joins_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Max that changes no value after every Concat whose result gets a zero point, but before convolutions.

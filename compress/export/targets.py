@@ -33,10 +33,12 @@ from compress.export.onnxruntime import (
     weights_to_unsigned,
 )
 from compress.export.openvino import (
+    PAD_OPSET,
     axes_from_the_front,
     batches_kept,
     bias_shared_convolutions,
     biases_apart,
+    ceilings_apart,
     concatenated_pads,
     extremes_apart,
     flat_gathers,
@@ -193,6 +195,8 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
     if target in {"openvino", ""}:
         concatenated_pads(proto)
         whole_transforms(proto)
+        if opset_of(proto) >= PAD_OPSET:
+            ceilings_apart(proto)
         orders_in_two(proto)
 
 
