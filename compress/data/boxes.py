@@ -383,7 +383,7 @@ def _row(
 
 
 def _check_once(found: Iterable[object], file: Path, what: str) -> None:
-    """Refuse what is listed twice, which would count twice in every metric."""
+    # An image that is listed twice would count twice in every metric.
     twice = [str(one) for one, count in Counter(found).items() if count > 1 and one is not None]
     if twice:
         raise DataError(f"{file} lists {len(twice)} {what} more than once: {first_few(twice)}; remove the copies")

@@ -163,11 +163,9 @@ def _unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> list[onnx.Node
 
 @each_node
 def float_averages(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers.
-
-    OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it, and rounds it to
-    the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
-    """
+    """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers."""
+    # OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it, and rounds it
+    # to the steps of its input (PoolFormer, DenseNet). Before an operation without an INT8 form it stays float.
     consumers = view.consumers.get(node.output[0], ()) if node.op_type == "AveragePool" else ()
     in_float = any(consumer.op_type != "QuantizeLinear" for consumer in consumers)
     return _unfused(node, "average", view) if in_float else None
@@ -185,6 +183,26 @@ def padding_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
         return None
     tensor, node.input[0] = node.input[0], view.free(added_tensor(node.input[0], "padded"))
     return [made_after(node, "Max", [tensor] * 2, node.input[0]), node]
+
+
+# First opset whose Pad takes its amounts as an input.
+PAD_OPSET = 11
+
+
+@each_node
+def ceilings_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # OpenVINO divides a window of an AveragePool that reaches over counted padding (`ceil_mode`) by another number, in
+    # float too (15 dB): a Pad before it leaves only what is there to count.
+    pads = list(attribute(node, "pads", []))
+    ceils = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0) and any(pads)
+    if not ceils or not attribute(node, "count_include_pad", 0):
+        return None
+    half, output = len(pads) // 2, node.output[0]
+    amounts = np.asarray([0, 0, *pads[:half], 0, 0, *pads[half:]], np.int64)
+    inputs = [node.input[0], view.add_constant(added_tensor(output, "pads"), amounts)]
+    node.input[0] = view.free(added_tensor(output, "whole"))
+    replace_attributes(node, pads=None, count_include_pad=None)
+    return [made_after(node, "Pad", inputs, node.input[0]), node]
 
 
 @each_node
@@ -292,10 +310,8 @@ def orders_in_two(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
 
 
 def whole_transforms(proto: onnx.ModelProto) -> int:
-    """Rewrite one-sided DFTs, which OpenVINO reads with an axis too many, and inverse ones with an axis too few.
-
-    A whole DFT is cut; the result of an inverse one is reshaped. Those of unknown size are left alone.
-    """
+    # OpenVINO reads a one-sided DFT of real values with an axis too many, and an inverse one with one too few: a whole
+    # DFT is cut, the result of an inverse one reshaped. Those of unknown size are left alone.
     transforms = [node for node in proto.graph.node if node.op_type == "DFT" and attribute(node, "onesided", 0)]
     view, sizes = OnnxGraph(proto.graph), _sizes(proto) if transforms else {}
 

@@ -33,10 +33,12 @@ from compress.export.onnxruntime import (
     weights_to_unsigned,
 )
 from compress.export.openvino import (
+    PAD_OPSET,
     axes_from_the_front,
     batches_kept,
     bias_shared_convolutions,
     biases_apart,
+    ceilings_apart,
     concatenated_pads,
     extremes_apart,
     flat_gathers,
@@ -193,6 +195,8 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
     if target in {"openvino", ""}:
         concatenated_pads(proto)
         whole_transforms(proto)
+        if opset_of(proto) >= PAD_OPSET:
+            ceilings_apart(proto)
         orders_in_two(proto)
 
 
@@ -267,7 +271,7 @@ def pack_int4(proto: onnx.ModelProto) -> int:
 
 
 # ONNX Runtime's words for an operator of a user's own domain, which it loads with its library.
-_OF_A_LIBRARY = re.compile(r"(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(-?\d+\) is not a registered")
+_OF_A_LIBRARY = re.compile(r"(?<![\w.-])(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(-?\d+\) is not a registered")
 
 
 def refusal(file: Path, engine: str) -> str:

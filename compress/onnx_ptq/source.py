@@ -205,7 +205,7 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _for_inference(proto: onnx.ModelProto) -> Iterator[str]:
-    """Leave out what Dropout does in training, as ONNX Runtime does; name what else is random or of each batch."""
+    # ONNX Runtime leaves out Dropout in training too; batch statistics and random numbers stay, and are named.
     dropped, normed, drawn = list[str](), list[str](), list[str]()
     for graph in graphs_of(proto.graph):
         view = OnnxGraph(graph)

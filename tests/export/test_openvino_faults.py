@@ -656,3 +656,15 @@ def test_padding_that_an_average_counts_stays_zero_beside_a_zero_point(tmp_path)
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     expected, got = compute(path, X.numpy(), optimize=False), compiled(X.numpy())[0]
     assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 60
+
+
+@pytest.mark.parametrize("target", ["openvino", None])
+def test_windows_over_counted_padding_are_divided_as_in_torch(target, tmp_path):
+    # OpenVINO divided them by another number, in float too.
+    pool = nn.AvgPool2d(3, 2, 1, ceil_mode=True)
+    net = Net(lambda net, x: pool(net.a(x)), a=nn.Conv2d(3, 8, 1)).eval()
+    model = compress.quantize(net, X, [X], spec=compress.QuantSpec(target=target)) if target else net
+    path = compress.export_onnx(model, X, tmp_path / "m.onnx")
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    with torch.no_grad():
+        assert sqnr(model(X), torch.from_numpy(compiled(X.numpy())[0])) > 45
