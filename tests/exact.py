@@ -30,6 +30,22 @@ def open_session(model: Path | str | onnx.ModelProto, *, optimize: bool = True) 
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
+def optimized(
+    model: Path | str, level: onnxruntime.GraphOptimizationLevel = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+) -> Path:
+    # The file of what ONNX Runtime makes of a model as it loads it, beside the model.
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level, options.log_severity_level = level, 3
+    path = Path(model).with_suffix(".optimized.onnx")
+    options.optimized_model_filepath = str(path)
+    onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    return path
+
+
+def kinds_on_engine(model: Path | str) -> list[str]:
+    return [node.op_type for node in onnx.load(optimized(model)).graph.node]
+
+
 def compute(model: Path | str | onnx.ModelProto, x: np.ndarray, *, optimize: bool = True) -> np.ndarray:
     # Return the first result of a model with one input.
     session = open_session(model, optimize=optimize)

@@ -238,25 +238,28 @@ def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
     return contents.data
 
 
+@dataclass(kw_only=True)
+class Parts:
+    """What changes in a training besides its position."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    average: WeightAverage | None = None
+    best: BestWeights | None = None
+
+
 def save_checkpoint(
-    path: Path | str,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    identity: Mapping[str, Any],
-    position: Mapping[str, Any],
-    average: WeightAverage | None = None,
-    best: BestWeights | None = None,
+    path: Path | str, parts: Parts, *, identity: Mapping[str, Any], position: Mapping[str, Any]
 ) -> Path:
-    tensors = {f"model.{name}": tensor for name, tensor in _model_state(model).items()}
-    for name, state in _optimizer_states(model, optimizer).items():
+    tensors = {f"model.{name}": tensor for name, tensor in _model_state(parts.model).items()}
+    for name, state in _optimizer_states(parts.model, parts.optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
-    if average is not None:
-        tensors |= {f"average.{name}": mean for name, mean in average.means.items()}
-    if best is not None:
-        tensors |= {f"best.{name}": tensor for name, tensor in best.state.items()}
-    data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
+    if parts.average is not None:
+        tensors |= {f"average.{name}": mean for name, mean in parts.average.means.items()}
+    if parts.best is not None:
+        tensors |= {f"best.{name}": tensor for name, tensor in parts.best.state.items()}
+    data = {"identity": dict(identity), "position": dict(position), "scaler": parts.scaler.state_dict()}
     return write_tensors(path, "checkpoint", tensors, data)
 
 
@@ -285,23 +288,15 @@ def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
     return contents
 
 
-def restore_checkpoint(
-    contents: Contents,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    average: WeightAverage | None = None,
-    best: BestWeights | None = None,
-) -> dict[str, Any]:
-    weights = _named(contents, "model.")
-    _check_model(contents.path, weights, model)
-    states = _read_optimizer(contents, model, optimizer)
-    if average is not None:
-        average.load(_named(contents, "average."))
-    if best is not None:
-        best.load(_named(contents, "best."))
-    model.load_state_dict(weights)
+def restore_checkpoint(contents: Contents, parts: Parts) -> dict[str, Any]:
+    weights, optimizer, scaler = _named(contents, "model."), parts.optimizer, parts.scaler
+    _check_model(contents.path, weights, parts.model)
+    states = _read_optimizer(contents, parts.model, optimizer)
+    if parts.average is not None:
+        parts.average.load(_named(contents, "average."))
+    if parts.best is not None:
+        parts.best.load(_named(contents, "best."))
+    parts.model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():
         try:

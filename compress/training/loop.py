@@ -38,6 +38,7 @@ from compress.training import QATSpec, TrainSpec, check_train_spec, identity_of
 from compress.training.augment import make_augment
 from compress.training.checkpoint import (
     BestWeights,
+    Parts,
     WeightAverage,
     read_checkpoint,
     restore_checkpoint,
@@ -424,7 +425,7 @@ class _Training:
             return None
         contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
         position = Position.read(contents, epochs=self.spec.epochs, steps_per_epoch=self.steps_per_epoch)
-        restore_checkpoint(contents, **self._parts())
+        restore_checkpoint(contents, self._parts())
         self.position = position
         skipped = self.data.train.skipped
         skipped[:] = dict.fromkeys([*self.position.skipped, *skipped])
@@ -556,12 +557,13 @@ class _Training:
         self.position.skipped = list(self.data.train.skipped)
         path, position = self._checkpoint_path(self.folder), asdict(self.position)
         self.processes.on_main(
-            lambda: save_checkpoint(path, **self._parts(), identity=self._identity(), position=position)
+            lambda: save_checkpoint(path, self._parts(), identity=self._identity(), position=position)
         )
 
-    def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        return {**parts, "average": self.average, "best": self.best}
+    def _parts(self) -> Parts:
+        return Parts(
+            model=self.model, optimizer=self.optimizer, scaler=self.scaler, average=self.average, best=self.best
+        )
 
     def _write_log(self) -> None:
         if self.folder is not None and self.processes.is_main:

@@ -2,16 +2,17 @@ import warnings
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from onnx import helper, numpy_helper
+from onnx import helper
 from torch import nn
 
 from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx, to_pt2e
 from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 from compress.support.process import sums_bytes_in_16_bits
+from tests.exact import kinds_on_engine
+from tests.onnx_models import onnx_model
 
 FILE = """
 <ir_version: 9, opset_import: ["": 19]>
@@ -71,14 +72,10 @@ def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
     model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
     facts = [{key: str(value.astype(str)) for key, value in op.get_rt_info().items()} for op in model.get_ops()]
     (precision,) = {one["runtimePrecision"] for one in facts if one["layerType"] in ("Convolution", "Deconvolution")}
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    kinds = {node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node}
     (row,) = audit_onnx(path).rows
     of_processor = "to = 16" in body and sums_bytes_in_16_bits()  # a cast to bfloat16, which older processors lack
     assert of_processor or row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
-    assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds else "FP32")
+    assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds_on_engine(path) else "FP32")
 
 
 @pytest.mark.parametrize(("parts", "share"), [("x_d, z_d", 1.0), ("x_d, z", 0.0)])
@@ -282,11 +279,9 @@ def test_types_that_the_checker_lets_pass_are_refused(tmp_path):
 def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
     # A GRU of 4 inputs and 8 states: 3 * 8 * (4 + 8) weights.
     node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
-    weights = [numpy_helper.from_array(np.ones((1, 24, n), np.float32), name) for n, name in ((4, "w"), (8, "r"))]
-    ends = [helper.make_tensor_value_info(name, 1, [3, 1, 1, 8] if name == "y" else [3, 1, 4]) for name in ("x", "y")]
-    graph = helper.make_graph([node], "g", ends[:1], ends[1:], weights)
+    weights = {name: np.ones((1, 24, n), np.float32) for n, name in ((4, "w"), (8, "r"))}
     path = tmp_path / "gru.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(onnx_model([node], {"x": [3, 1, 4]}, {"y": [3, 1, 1, 8]}, weights, opset=17, ir_version=8), path)
     audit = audit_onnx(path)
     assert [(row.op_type, row.weight_elements, row.int8) for row in audit.rows] == [("GRU", 288, False)]
     assert audit.int8_share == 0
@@ -298,24 +293,18 @@ def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
     model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 16)
     qmodel = quantize(model, x, [x], spec=QuantSpec(target="onnxruntime"))
     path = export_onnx(qmodel, x, tmp_path / "m.onnx", precision=precision)
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
-    assert sum(row.int8 for row in audit_onnx(path).rows) == kinds.count("QGemm") == (2 if precision == "fp32" else 0)
+    products = kinds_on_engine(path).count("QGemm")
+    assert sum(row.int8 for row in audit_onnx(path).rows) == products == (2 if precision == "fp32" else 0)
 
 
 def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
     # Of a float file, its halves, and one with a quantized and a float product.
     rng = np.random.default_rng(0)
     nodes = [helper.make_node("Conv", [a, "w"], [b], name=b) for a, b in (("x", "a"), ("a", "y"))]
-    values = [helper.make_tensor_value_info(name, 1, [2, 4, 4, 4]) for name in "xy"]
-    constants = [numpy_helper.from_array(rng.standard_normal((4, 4, 1, 1)).astype(np.float32), "w")]
-    graph = helper.make_graph(nodes, "two", values[:1], values[1:], constants)
+    constants = {"w": rng.standard_normal((4, 4, 1, 1)).astype(np.float32)}
     path, x = tmp_path / "float.onnx", rng.standard_normal((2, 4, 4, 4)).astype(np.float32)
-    onnx.save(
-        helper.make_model(graph, producer_name="me", ir_version=9, opset_imports=[helper.make_opsetid("", 19)]), path
-    )
+    ends = {"x": [2, 4, 4, 4]}, {"y": [2, 4, 4, 4]}
+    onnx.save(onnx_model(nodes, *ends, constants, producer_name="me"), path)
     spec = QuantSpec(target="tensorrt", rules=(Rule(match="y", enable=False),))
     files = {
         "float": path,

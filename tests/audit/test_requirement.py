@@ -1,5 +1,4 @@
 import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from compress.audit.engine import (
 )
 from compress.engines.base import RuntimeLayer
 from compress.support.process import sums_bytes_in_16_bits
+from tests.exact import optimized
 from tests.further import further
 from tests.networks import Net
 
@@ -146,10 +146,7 @@ def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):
     nodes = [row.name for row in compress.audit_onnx(path).rows if row.int8]
     with compress.build_engine(path, "onnxruntime", profile="yes") as engine:
         lost = lost_in_runtime(engine.runtime_layers(), nodes, folded_names(path))
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(str(path), options)
-    own = [node for node in onnx.load(tmp_path / "optimized.onnx").graph.node if node.op_type == "Conv"]
+    own = [node for node in onnx.load(optimized(path)).graph.node if node.op_type == "Conv"]
     assert len(nodes) == 3 and lost == tuple(node.name for node in own) == ("/4/Conv",)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import compress
@@ -21,6 +21,7 @@ from compress.export.openvino import to_unsigned
 from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
 from tests.exact import open_session
+from tests.onnx_models import onnx_model
 
 ENGINES = ("openvino", "onnxruntime")
 both = pytest.mark.parametrize("name", ENGINES)
@@ -263,10 +264,8 @@ def test_a_file_that_lacks_a_part_is_refused_by_its_name(tmp_path, part):
 @both
 def test_an_unknown_operator_is_refused_by_file(tmp_path, name):
     node = helper.make_node("Blend", ["input"], ["logits"], domain="some.where")
-    value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("input", "logits")]
-    graph = helper.make_graph([node], "g", value[:1], value[1:])
-    opsets = [helper.make_opsetid("", 19), helper.make_opsetid("some.where", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(tmp_path / "odd.onnx"))
+    model = onnx_model([node], {"input": [1]}, {"logits": [1]}, ir_version=8, domains=["some.where"])
+    onnx.save(model, tmp_path / "odd.onnx")
     with pytest.raises(EngineError, match=r"odd\.onnx.*Blend"):
         build_engine(tmp_path / "odd.onnx", name)
 
@@ -334,14 +333,7 @@ def joined():
         node("DequantizeLinear", ["q", "ws", "wz"], ["w"], axis=0),
         node("Conv", ["c", "w"], ["y"], pads=[1] * 4),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "joined",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8, 12, 12])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8, 12, 12])],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in init.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    return onnx_model(nodes, {"x": ["batch", 8, 12, 12]}, {"y": ["batch", 8, 12, 12]}, init)
 
 
 def by_runtime(model):

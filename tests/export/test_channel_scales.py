@@ -20,6 +20,7 @@ from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, compute
 from tests.further import further
 from tests.networks import Net
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq.files import batches, export, model_of, weights
 
 FLOAT = onnx.TensorProto.FLOAT
@@ -39,14 +40,7 @@ def layer(op, weight, scales, bias, x_shape, axis, **attributes):
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["w"], axis=axis),
         helper.make_node(op, inputs, ["y"], name="layer", **attributes),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", FLOAT, x_shape)],
-        [helper.make_tensor_value_info("y", FLOAT, [None] * len(x_shape))],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    return onnx_model(nodes, {"x": x_shape}, {"y": [None] * len(x_shape)}, constants)
 
 
 CASES = {

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -39,6 +39,7 @@ from compress.quantization.sensitivity import sqnr
 from tests.exact import WEIGHTS, compute, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, network
+from tests.onnx_models import onnx_model
 from tests.tiny_detectors import FAMILIES, SIZE
 
 X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -454,11 +455,7 @@ def test_outputs_have_the_names_of_keys_or_are_numbered(keys, taken, expected):
 
 def model(nodes, inputs, constants):
     # A model of open batches, of which every input has the name of its own batch.
-    values = [helper.make_tensor_value_info(k, TensorProto.FLOAT, [*shape]) for k, shape in inputs.items()]
-    results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-    tensors = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
-    graph = helper.make_graph(nodes, "g", values, results, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx_model(nodes, inputs, {"y": None}, constants, opset=17, ir_version=8)
 
 
 def computed(proto, **feeds):

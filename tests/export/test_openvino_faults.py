@@ -2,21 +2,21 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import openvino
 import pytest
 import torch
 import torch.nn.functional as F
-from onnx import TensorProto, helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import compress
 from compress.export.onnxruntime import repeat_pairs
 from compress.quantization.sensitivity import sqnr
-from tests.exact import WEIGHTS, compute, open_session
+from tests.exact import WEIGHTS, compute, kinds_on_engine, open_session
 from tests.further import further
 from tests.networks import Net, with_statistics
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq.files import quantized_file, run
 
 LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
@@ -430,14 +430,6 @@ def clipped():
     )
 
 
-def kinds_on_engine(path, folder):
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return [node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node]
-
-
 @pytest.mark.parametrize("way", ["file", "torch"])
 @pytest.mark.parametrize(
     ("network", "concats"), [(repeated_pairs_branches, 1), (shuffled, 4), (padded, 0), (resized, 0), (clipped, 0)]
@@ -445,7 +437,7 @@ def kinds_on_engine(path, folder):
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     model, x, out = with_statistics(network()), torch.randn(4, 3, 16, 16), tmp_path / "int8.onnx"
     quantized_file(way, model, x, compress.QuantSpec(target="onnxruntime"), out)
-    kinds = kinds_on_engine(out, tmp_path)
+    kinds = kinds_on_engine(out)
     assert {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul"}.isdisjoint(kinds)
     assert kinds.count("QLinearConcat") == concats
     with torch.no_grad():
@@ -469,12 +461,7 @@ def joined(other_scale):
         helper.make_node("Add", ["a", "b"], ["y"]),
     ]
     constants = {"s": np.float32(0.02), "same": np.float32(0.02), "wide": np.float32(0.03), "z": np.uint8(128)}
-    tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("y", "a")]
-    graph = helper.make_graph(
-        nodes, "joined", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])], outputs, tensors
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    return onnx_model(nodes, {"x": [2, 4]}, {"y": [2, 4], "a": [2, 4]}, constants)
 
 
 @pytest.mark.parametrize(("other_scale", "pairs"), [("s", 3), ("same", 3), ("wide", 0)])
@@ -554,12 +541,8 @@ def _between(tmp_path, operator, attributes, further_inputs):
         helper.make_node("Conv", ["c", "w2"], ["d"], name="third", pads=[1] * 4),
         helper.make_node("GlobalAveragePool", ["d"], ["y"], name="mean"),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 8, 1, 1])
-    constants = [onnx.numpy_helper.from_array(value, name) for name, value in held.items()]
-    graph = helper.make_graph(nodes, "g", [x], [y], constants)
     path = tmp_path / "float.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), path)
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 8, 1, 1]}, held), path)
     return path
 
 

@@ -33,6 +33,7 @@ from compress.recipe.tree import parse_recipe
 from compress.records.files import read_run
 from compress.training.distributed import SINGLE, init_processes
 from tests.images import write_images
+from tests.onnx_models import onnx_model
 
 DEEP = "[" * 100_000
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -179,9 +180,7 @@ def test_weights_that_hold_code_a_list_or_nothing(tmp_path, monkeypatch):
 
 
 def model(nodes, initializers=(), **kind):
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in ("x", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], initializer=list(initializers))
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], **kind)
+    return onnx_model(nodes, {"x": [1, 4]}, {"y": [1, 4]}, dict(enumerate(initializers)), **kind)
 
 
 def weight(**change):
@@ -269,11 +268,11 @@ def test_names_of_a_file_are_never_code(tmp_path, monkeypatch, names):
         helper.make_node("Conv", [x, w], [c], name=conv, pads=[1] * 4),
         helper.make_node("Add", [c, k], [y], name=k),
     ]
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 3, 8, 8]) for n in (x, y)]
     held = {w: np.random.default_rng(0).normal(size=(3, 3, 3, 3)), k: np.full((1, 3, 1, 1), 0.5)}
-    tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in held.items()]
-    graph = helper.make_graph(nodes, conv, values[:1], values[1:], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), "m.onnx")
+    held = {name: value.astype(np.float32) for name, value in held.items()}
+    model = onnx_model(nodes, {x: ["N", 3, 8, 8]}, {y: ["N", 3, 8, 8]}, held)
+    model.graph.name = conv
+    onnx.save(model, "m.onnx")
     images = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
     expected = onnx.reference.ReferenceEvaluator("m.onnx").run(None, {x: images})[0]
     np.testing.assert_allclose(from_onnx("m.onnx")(torch.from_numpy(images)).detach(), expected, atol=1e-4)

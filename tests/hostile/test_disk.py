@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from matplotlib.figure import Figure
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from torch import nn
 
 import compress
@@ -25,13 +25,12 @@ from compress.quantization.ptq.walk import walk
 from compress.recipe.tree import parse_recipe
 from compress.training.log import write_log
 from tests.hostile.disk import read_only, room_for
+from tests.onnx_models import onnx_model
 
 
 def product(size):
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name in ("x", "y")]
-    weight = numpy_helper.from_array(torch.ones(size, size).numpy(), "w")
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weight])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    nodes, weight = [helper.make_node("MatMul", ["x", "w"], ["y"])], torch.ones(size, size).numpy()
+    return onnx_model(nodes, {"x": [1, size]}, {"y": [1, size]}, {"w": weight})
 
 
 def save_beside(path):

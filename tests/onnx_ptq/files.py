@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import compress
 from tests.exact import compute
 from tests.networks import Net
+from tests.onnx_models import onnx_model
 
 
 def gated_net():
@@ -137,15 +137,8 @@ def model_of(
     domains: tuple[str, ...] = (),
     rank: int = 4,
 ) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        nodes,
-        "made",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info(result, TensorProto.FLOAT, [f"d{i}" for i in range(rank)])],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in domains)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=8)
+    ends = {"x": shape}, {result: [f"d{i}" for i in range(rank)]}
+    return onnx_model(nodes, *ends, constants, opset=opset, ir_version=8, domains=domains)
 
 
 def weights(*shape: int, seed: int = 0) -> np.ndarray:

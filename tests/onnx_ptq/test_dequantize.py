@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -14,6 +13,7 @@ from onnxruntime.transformers.optimizer import optimize_model
 
 import compress
 from compress.errors import QuantizationError
+from tests.exact import optimized
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
@@ -133,14 +133,6 @@ def test_a_weight_in_blocks_is_what_the_reference_says(tmp_path):
 
 
 # Files that ONNX Runtime's own optimizers wrote, against the files that they were made from.
-
-
-def optimized(file, level):
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level, options.log_severity_level = level, 3
-    options.optimized_model_filepath = str(file.with_name(f"{file.stem}.optimized.onnx"))
-    onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    return file.with_name(f"{file.stem}.optimized.onnx")
 
 
 def domains(path):

@@ -25,6 +25,7 @@ from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, with_statistics
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, sqnr, weights
 
 PICTURES = batches(1, seed=1)[0].numpy()
@@ -618,10 +619,8 @@ def test_parts_of_two_types_share_a_range_and_results_may_be_infinite(target, tm
         helper.make_node("Conv", ["c", "w2"], ["d"], "last"),
         helper.make_node("Add", ["d", "mask"], ["y"], "masked"),
     ]
-    ends = [helper.make_tensor_value_info(n, 1, ["N", c, s, s]) for n, c, s in (("x", 3, 14), ("y", 4, 10))]
-    inits = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], inits)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "f.onnx")
+    ends = {"x": ["N", 3, 14, 14]}, {"y": ["N", 4, 10, 10]}
+    onnx.save(onnx_model(nodes, *ends, arrays, opset=17, ir_version=8), tmp_path / "f.onnx")
     x = r.standard_normal((2, 3, 14, 14)).astype(np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", compress.CompressWarning)  # on ONNX Runtime: what consumes infinity stays float

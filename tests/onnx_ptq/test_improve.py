@@ -24,6 +24,7 @@ from tests.exact import compute
 from tests.families import FAMILIES
 from tests.further import further
 from tests.networks import Net, TinyResNet, with_statistics
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
 MAX = compress.ActivationSpec(calibrator="max")
@@ -421,12 +422,8 @@ def test_a_bias_of_each_row_and_a_transposed_input_stay(tmp_path, transposed, sh
     # Means over images are not of one row; numpy's product is the oracle.
     draw = np.random.default_rng(0).standard_normal
     x, weight, bias = (draw(size).astype(np.float32) for size in ((4, 4), (4, 4), shape))
-    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4]) for name in "xy"]
     node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], transA=transposed)
-    constants = [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(bias, "b")]
-    graph = helper.make_graph([node], "g", values[:1], values[1:], constants)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10), tmp_path / "float.onnx"
-    )
+    ends = {"x": [4, 4]}, {"y": [4, 4]}
+    onnx.save(onnx_model([node], *ends, {"w": weight, "b": bias}, ir_version=10), tmp_path / "float.onnx")
     made = compress.quantize_onnx(tmp_path / "float.onnx", [x], spec=compress.QuantSpec(target="openvino"))
     assert sqnr((x.T if transposed else x) @ weight + bias, run(made, x)) > 30

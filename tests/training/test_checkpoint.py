@@ -17,6 +17,7 @@ from compress import TrainSpec, fit
 from compress.errors import CheckpointError
 from compress.training.checkpoint import (
     BestWeights,
+    Parts,
     WeightAverage,
     load_model,
     read_checkpoint,
@@ -40,8 +41,8 @@ class Buffers(nn.Module):
             self.register_buffer(f"tensor{i}", tensor)
 
 
-def load_checkpoint(path, *, identity, **parts):
-    return restore_checkpoint(read_checkpoint(path, identity), **parts)
+def load_checkpoint(path, parts, *, identity):
+    return restore_checkpoint(read_checkpoint(path, identity), parts)
 
 
 def same(first, second):
@@ -92,7 +93,7 @@ def trained(seed=0, optimizer=torch.optim.AdamW, steps=2, model=None):
         model(torch.randn(4, 3, 6, 6)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    return Parts(model=model, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
 
 
 IDENTITY = {"lr": 0.1, "epochs": 3, "clip": None}
@@ -101,13 +102,13 @@ IDENTITY = {"lr": 0.1, "epochs": 3, "clip": None}
 @pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "train.checkpoint.safetensors"
-    return save_checkpoint(path, **trained(), identity=IDENTITY, position={"epoch": 1, "loss": 0.1 + 0.2})
+    return save_checkpoint(path, trained(), identity=IDENTITY, position={"epoch": 1, "loss": 0.1 + 0.2})
 
 
 def test_checkpoint_comes_back(checkpoint):
     fresh = trained(seed=1, steps=0)
-    assert load_checkpoint(checkpoint, **fresh, identity=IDENTITY) == {"epoch": 1, "loss": 0.1 + 0.2}
-    states = fresh["optimizer"].state_dict()["state"]
+    assert load_checkpoint(checkpoint, fresh, identity=IDENTITY) == {"epoch": 1, "loss": 0.1 + 0.2}
+    states = fresh.optimizer.state_dict()["state"]
     assert {key for state in states.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
     assert all(state["step"] == 2 for state in states.values())
 
@@ -121,10 +122,10 @@ def test_truncated(checkpoint, kept):
 
 def assert_refused(path, message, identity=IDENTITY, fresh=None):
     fresh = fresh or trained(seed=1, steps=1)
-    optimizer = json.dumps(fresh["optimizer"].state_dict(), default=lambda tensor: tensor.tolist())
-    with unchanged(fresh["model"]), pytest.raises(CheckpointError, match=message):
-        load_checkpoint(path, **fresh, identity=identity)
-    assert json.dumps(fresh["optimizer"].state_dict(), default=lambda tensor: tensor.tolist()) == optimizer
+    optimizer = json.dumps(fresh.optimizer.state_dict(), default=lambda tensor: tensor.tolist())
+    with unchanged(fresh.model), pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, fresh, identity=identity)
+    assert json.dumps(fresh.optimizer.state_dict(), default=lambda tensor: tensor.tolist()) == optimizer
 
 
 def test_foreign(checkpoint, tmp_path):
@@ -147,12 +148,12 @@ def test_other_training(checkpoint):
     assert_refused(checkpoint, words, {"lr": 0.2, "clip": None, "seed": 1})
     assert_refused(checkpoint, r"clip \(None there, 1\.0 here\)", {**IDENTITY, "clip": 1.0})
     for same_identity in ({"lr": 0.1, "epochs": 3}, {**IDENTITY, "more": None}):  # no value, and no key, are the same
-        load_checkpoint(checkpoint, **trained(seed=1, steps=1), identity=same_identity)
+        load_checkpoint(checkpoint, trained(seed=1, steps=1), identity=same_identity)
 
 
 def test_other_model(checkpoint, tmp_path):
     fresh = trained(seed=1, steps=1)
-    fresh["model"] = linear()
+    fresh.model = linear()
     assert_refused(
         checkpoint, r"7 unexpected: 0\.bias, .* and 2 more; 2 different: 1\.weight \(.*\(8,\) there", fresh=fresh
     )
@@ -167,7 +168,7 @@ def test_other_model(checkpoint, tmp_path):
 
 def test_other_frozen_layers(checkpoint):
     fresh = trained(seed=1, steps=1)
-    fresh["optimizer"] = torch.optim.AdamW(fresh["model"][0].parameters())
+    fresh.optimizer = torch.optim.AdamW(fresh.model[0].parameters())
     assert_refused(checkpoint, r"optimizer state optimizer\.1\.bias\.exp_avg of shape .*frozen", fresh=fresh)
 
 
@@ -190,44 +191,44 @@ def test_unwritable(tmp_path):
 def test_states_of_the_optimizer_come_back_in_the_memory_format_of_their_parameters(tmp_path):
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
     saved, loaded = (trained(model=copy.deepcopy(layers), steps=steps) for steps in (1, 0))
-    path = save_checkpoint(tmp_path / "c.safetensors", **saved, identity={}, position={})
-    load_checkpoint(path, **loaded, identity={})
-    state = loaded["optimizer"].state[loaded["model"][0].weight]
+    path = save_checkpoint(tmp_path / "c.safetensors", saved, identity={}, position={})
+    load_checkpoint(path, loaded, identity={})
+    state = loaded.optimizer.state[loaded.model[0].weight]
     assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last) and state["step"].shape == ()
     assert not state["exp_avg"].is_contiguous()
 
 
 def test_states_that_are_none_are_left_out(tmp_path):
     before = trained(optimizer=torch.optim.SGD)  # without momentum, its buffer is None
-    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={"epoch": 0})
+    path = save_checkpoint(tmp_path / "c", before, identity={}, position={"epoch": 0})
     after = trained(seed=1, optimizer=torch.optim.SGD, steps=0)
-    assert load_checkpoint(path, **after, identity={}) == {"epoch": 0}
-    assert same(before["model"].state_dict(), after["model"].state_dict())
+    assert load_checkpoint(path, after, identity={}) == {"epoch": 0}
+    assert same(before.model.state_dict(), after.model.state_dict())
 
 
 def test_the_gradient_scaler_comes_back_and_is_missed(tmp_path):
     before, after = trained(), trained(seed=1, steps=0)
-    before["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
-    after["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0)
-    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={})
-    load_checkpoint(path, **after, identity={})
-    assert after["scaler"].get_scale() == 8.0
-    path = save_checkpoint(tmp_path / "none", **trained(), identity={}, position={})
+    before.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    after.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    path = save_checkpoint(tmp_path / "c", before, identity={}, position={})
+    load_checkpoint(path, after, identity={})
+    assert after.scaler.get_scale() == 8.0
+    path = save_checkpoint(tmp_path / "none", trained(), identity={}, position={})
     with pytest.raises(CheckpointError, match="holds no state of the gradient scaler"):
-        load_checkpoint(path, **after, identity={})
+        load_checkpoint(path, after, identity={})
 
 
 def test_the_mean_and_the_best_weights_come_back(tmp_path):
     before, after = trained(), trained(seed=1, steps=0)
-    (mean, best), (new_mean, new_best) = (
-        (WeightAverage(state["model"], 0.5), BestWeights(state["model"])) for state in (before, after)
-    )
-    best.load({name: tensor + 1 for name, tensor in before["model"].state_dict().items()})
-    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={"epoch": 2}, average=mean, best=best)
+    for parts in (before, after):
+        parts.average, parts.best = WeightAverage(parts.model, 0.5), BestWeights(parts.model)
+    mean, best = before.average, before.best
+    best.load({name: tensor + 1 for name, tensor in before.model.state_dict().items()})
+    path = save_checkpoint(tmp_path / "c", before, identity={}, position={"epoch": 2})
     contents = read_checkpoint(path, {})
-    assert restore_checkpoint(contents, **after, average=new_mean, best=new_best) == {"epoch": 2}
-    assert same(new_mean.means, mean.means) and same(new_best.state, best.state) and mean.means and best.state
-    load_checkpoint(path, **trained(seed=2, steps=0), identity={})  # neither is asked for
+    assert restore_checkpoint(contents, after) == {"epoch": 2}
+    assert same(after.average.means, mean.means) and same(after.best.state, best.state) and mean.means and best.state
+    load_checkpoint(path, trained(seed=2, steps=0), identity={})  # neither is asked for
 
 
 @pytest.mark.parametrize("key", ["optimizer.6.bias.exp_avg", "optimizer.6.nothing.exp_avg", "optimizer.step"])

@@ -508,7 +508,6 @@ def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -
     return max(found, key=lambda pair: depth[pair[1]], default=None)
 
 
-_PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
 _MATRIX_PRODUCTS = frozenset({"linear", "matmul", "addmm"})
 _UNKNOWN = "unknown stays float"  # says something only where no product has a reason of its own
 _REFUSALS = {
@@ -552,7 +551,7 @@ def place(view: GraphView, spec: QuantSpec, seen: Mapping[str, float] | None = N
         if node in heads and not settings[node].rule:
             floats.append((order[node], float_row(node, *heads[node])))
             continue
-        if node.kind in _PRODUCTS and node not in computed:
+        if node.kind in _LAYERS and node not in computed:
             floats.append((order[node], float_row(node, "constant", _OF_CONSTANTS)))
             continue
         alone = node.traits.category == "arithmetic" and len(computed.intersection(node.tensors)) < 2
@@ -593,7 +592,7 @@ def _lowest_values(view: GraphView, positive: set[Node], seen: Mapping[str, floa
 
 
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
-    if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
+    if anything and any(node.kind in _LAYERS & table.inputs.keys() for node in view.nodes):
         return
     told = [row for row in rows if row.rule in _REFUSALS] or [row for row in rows if row.rule == _UNKNOWN]
     reasons = [f"{row.layer}: {row.reason}" for row in told]

@@ -23,6 +23,7 @@ from compress.engines.cuda.plan.steps import Attention, Convolution, LayerNorm, 
 from compress.errors import EngineError
 from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.running import compare_steps, kinds, run
+from tests.onnx_models import onnx_model
 
 
 def products(path):
@@ -337,14 +338,8 @@ def test_other_types_of_quantization_are_refused(tmp_path):
     names = [b.constant(np.float32(0.1)), b.constant(np.int16(0))]
     q = helper.make_node("QuantizeLinear", ["input", *names], ["q"], name="wide")
     d = helper.make_node("DequantizeLinear", ["q", *names], ["d"])
-    constants = [numpy_helper.from_array(v, n) for n, v in b.constants.items()]
-    value = [helper.make_tensor_value_info(n, 1, [1, 3, 4, 4]) for n in ("input", "d")]
-    model = helper.make_model(
-        helper.make_graph([q, d], "g", value[:1], value[1:], constants),
-        opset_imports=[helper.make_opsetid("", 21)],
-        ir_version=10,
-    )
-    onnx.save(model, str(tmp_path / "m.onnx"))
+    ends = {"input": [1, 3, 4, 4]}, {"d": [1, 3, 4, 4]}
+    onnx.save(onnx_model([q, d], *ends, b.constants, opset=21, ir_version=10), tmp_path / "m.onnx")
     with pytest.raises(EngineError, match="wide: it quantizes to int16.*INT8"):
         make_plan(tmp_path / "m.onnx")
 
@@ -366,18 +361,14 @@ def test_broken_tensors_and_strings_are_refused(tmp_path, change, match):
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_quantizers_of_four_bits_are_refused(tmp_path, constant):
-    x = numpy_helper.from_array(np.ones((1, 4), np.float32), "x")
-    scale, zero = numpy_helper.from_array(np.float32(0.1), "s"), helper.make_tensor("z", 22, [], [0])
+    constants = {"x": np.ones((1, 4), np.float32), "s": np.float32(0.1), "z": helper.make_tensor("z", 22, [], [0])}
     nodes = [
         helper.make_node("QuantizeLinear", ["x" if constant else "input", "s", "z"], ["q"], name="narrow"),
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
         helper.make_node("Add", ["d", "input"], ["y"]),
     ]
-    values = [helper.make_tensor_value_info(n, 1, [1, 4]) for n in ("input", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [x, scale, zero])
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), str(tmp_path / "m.onnx")
-    )
+    ends = {"input": [1, 4]}, {"y": [1, 4]}
+    onnx.save(onnx_model(nodes, *ends, constants, opset=21, ir_version=10), tmp_path / "m.onnx")
     with pytest.raises(EngineError, match="narrow: it quantizes to int4: the cuda engine computes in INT8"):
         make_plan(tmp_path / "m.onnx")
 
@@ -389,10 +380,8 @@ def test_a_quantizer_without_a_zero_point_has_the_type_that_it_names(tmp_path):
         helper.make_node("QuantizeLinear", ["input", scale], ["q"], output_dtype=3),
         helper.make_node("DequantizeLinear", ["q", scale], ["y"]),
     ]
-    values = [helper.make_tensor_value_info(n, 1, [2, 8]) for n in ("input", "y")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [numpy_helper.from_array(np.float32(0.05), scale)])
-    path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), str(path))
+    ends, path = ({"input": [2, 8]}, {"y": [2, 8]}), tmp_path / "m.onnx"
+    onnx.save(onnx_model(nodes, *ends, {scale: np.float32(0.05)}, opset=21, ir_version=10), path)
     expected = (b.x / np.float32(0.05)).round().clip(-128, 127) * np.float32(0.05)
     assert expected.min() < -0.1
     np.testing.assert_allclose(run(path, b.x)["y"], expected, atol=1e-6)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import onnx
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 from torch import nn
 
 import compress
 from compress.sparsity.parametrization import nm_mask
 from tests.networks import TinyResNet
+from tests.onnx_models import onnx_model
 
 KINDS = ("float", "fp16", "int8", "sparse-int8")
 IMAGE = (3, 16, 16)
@@ -52,10 +53,5 @@ def unsupported(path: Path) -> Path:
         helper.make_node("Relu", ["x"], ["kept"], name="/block/Relu"),
         helper.make_node("Unique", ["kept"], ["y"], name="/block/Unique"),
     ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["count"])
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", [x], [y]), opset_imports=[helper.make_opsetid("", 19)], ir_version=10
-    )
-    onnx.save(model, str(path))
+    onnx.save(onnx_model(nodes, {"x": ["batch", 4]}, {"y": ["count"]}, ir_version=10), path)
     return path
