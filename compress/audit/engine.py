@@ -718,7 +718,6 @@ def find(
 def _of(
     layers: list[AuditedLayer], kind: FindingKind, text: str, among: list[AuditedLayer] | None = None
 ) -> list[Finding]:
-    """The finding about layers, if there are any."""
     if not layers:
         return []
     total = sum(layer.activation_bytes for layer in layers)

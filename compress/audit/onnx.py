@@ -286,7 +286,6 @@ def _load(path: Path) -> onnx.ModelProto:
 
 
 def _check_scales(view: OnnxGraph) -> None:
-    """Refuse scales that are not positive and finite."""
     for node in view.graph.node:
         scale = view.array(node.input[1]) if node.op_type in {"QuantizeLinear", "DequantizeLinear"} else None
         if scale is None:

@@ -18,7 +18,6 @@ from compress.support.imports import any_failure, described
 
 
 def _zoo() -> ModuleType:
-    """The package of detectors of torchvision."""
     from torchvision.models import detection  # lazy: it takes seconds, and other tasks do not need it
 
     return detection

@@ -333,7 +333,6 @@ def export_coreml(
 
 
 def _identifier(name: str) -> str:
-    """Return a name as Core ML takes them."""
     return re.sub(r"^(?=\d)|\W", "_", name, flags=re.ASCII)
 
 
@@ -409,7 +408,6 @@ class _FromPixels(nn.Module):
 
 
 def _round_scales(program: torch.export.ExportedProgram) -> None:
-    """Round all scales to float16."""
     for node in program.graph.nodes:
         if str(node.target) in {_QUANTIZE, _DEQUANTIZE}:
             node.args = (node.args[0], float(np.float16(node.args[1])), *node.args[2:])

@@ -195,7 +195,6 @@ def _quantized(
     trained: nn.Module | None,
     progress: Progress | None,
 ) -> QuantizedFile:
-    """Quantize a file as a specification says; see `quantize_onnx_file`."""
     pieces = feeds(batches, inputs_of_file(original))
     first = first_batch(pieces)
     check_bounds(original, first)

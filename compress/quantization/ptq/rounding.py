@@ -555,7 +555,6 @@ def _learn(
     target: Tensor,
     spec: ReconstructSpec,
 ) -> int:
-    """Learn roundings and ranges; return the number of steps."""
     ranges = [w.log for w in weights.values()] + [d.log for d in learning.values()] if spec.learn_ranges else []
     groups: list[dict[str, Any]] = [{"params": [w.v for w in weights.values()], "lr": spec.lr}]
     groups += [{"params": ranges, "lr": spec.range_lr}] if ranges else []
