@@ -236,14 +236,14 @@ def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
         return path
     del whole
     older, data = _weight_files(path), _free_data(path)
-    try:
-        with replacing_model(path) as temporary:
-            with _external(source, data) as proto:
-                temporary.write_bytes(proto.SerializeToString())
+    with replacing_model(path) as temporary:
+        with _external(source, data) as proto:
+            temporary.write_bytes(proto.SerializeToString())
+        try:
             _check(str(temporary), path, target, source)
-    except BaseException:
-        data.unlink(missing_ok=True)
-        raise
+        except BaseException:  # here no model refers to these data yet
+            data.unlink(missing_ok=True)
+            raise
     warn_of_refusal(path, target if target == "openvino" else "")
     for place in older - _weights_of_others(path):
         own = place.name.startswith(f"{path.name}.") and place.name.endswith(".data")
