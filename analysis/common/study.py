@@ -37,8 +37,9 @@ def option(*names: str, **about: Any) -> tuple[tuple[str, ...], Row]:
 def study_options(
     description: str | None, *options: tuple[tuple[str, ...], Row], out: str | None = None
 ) -> argparse.Namespace:
-    """Return what the command line says; `out`, if any, is the default of `--out`, which the variable OUT changes.
+    """Parse the command line of a study.
 
+    `out` is the default folder of `--out`, which the environment variable OUT replaces; None leaves the option out.
     What compress refuses ends the process with a sentence from here on, as it does on the command line.
     """
     sys.excepthook = _sentence

@@ -192,7 +192,7 @@ PAD_OPSET = 11
 @each_node
 def ceilings_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     # OpenVINO divides a window of an AveragePool that reaches over counted padding (`ceil_mode`) by another number, in
-    # float too (15 dB): a Pad before it leaves only what is there to count.
+    # float too (15 dB). The padding is written as a Pad of its own, so that the pool counts values of its input alone.
     pads = list(attribute(node, "pads", []))
     ceils = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0) and any(pads)
     if not ceils or not attribute(node, "count_include_pad", 0):

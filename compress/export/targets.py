@@ -276,6 +276,8 @@ _OF_A_LIBRARY = re.compile(r"(?<![\w.-])(?!ai\.onnx|com\.microsoft)[\w.-]+:\w+\(
 
 def refusal(file: Path, engine: str) -> str:
     """Why OpenVINO or ONNX Runtime does not load a model; "" if it does, or is not installed."""
+    if not file.is_file():  # audited, and removed since
+        return ""
     try:
         if engine == "openvino":
             library = import_library(engine, "pip install openvino")

@@ -240,7 +240,7 @@ def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Parts:
-    """What changes in a training besides its position."""
+    """The state of a training that a checkpoint holds beside its position."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -324,6 +324,8 @@ def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
     words = {name: audit.mending[1].split()[3:4] for name, audit in audits.items()}
     assert words == {"float": ["ptq"], "fp16": ["ptq"], "bf16": ["ptq"], "int8": ["cast"], "both": []}
     assert audits["float"].producer == "me" and "--precision fp16" in audits["float"].mending[1]
+    path.unlink()
+    assert audits["float"].products_on("openvino") == {"FP32": 2}
 
 
 REFUSED = """
