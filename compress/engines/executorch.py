@@ -147,6 +147,11 @@ def run_program(content: bytes, inputs: Sequence[Tensor]) -> list[NDArray[np.gen
     return [value.numpy().copy() for value in outputs]
 
 
+def loaded() -> ModuleType:
+    """The library in C++ alone; its Python form imports the exporter, for ten seconds."""
+    return imported("executorch.extension.pybindings._C")
+
+
 @cache
 def library() -> Any:
     return imported("executorch.runtime").Runtime.get()

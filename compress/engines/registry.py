@@ -56,11 +56,11 @@ ENGINES: dict[str, EngineEntry] = {
     ),
     **{
         engine.NAME: EngineEntry(
-            availability=partial(cpu_availability, engine.NAME, engine.PACKAGE, engine.library, engine.INSTALL),
+            availability=partial(cpu_availability, engine.NAME, engine.PACKAGE, loaded, engine.INSTALL),
             load=engine.load,
             target="litert",
         )
-        for engine in (litert_engine, executorch_engine)
+        for engine, loaded in ((litert_engine, litert_engine.library), (executorch_engine, executorch_engine.loaded))
     },
     "coreml": EngineEntry(availability=coreml_engine.availability, instead=coreml_engine.INSTEAD, target="litert"),
     "cuda": EngineEntry(

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir
 from numpy.typing import NDArray
 
 from compress.errors import EngineUnavailableError, ExportError
@@ -135,7 +134,8 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     if opset >= _GROUPS_OPSET:
         _groups_as_instances(fixed)
     del fixed.graph.value_info[:]
-    from onnxscript import optimizer  # lazy: engines are listed without it
+    import onnx_ir  # lazy: half a second, and engines are listed without it
+    from onnxscript import optimizer  # lazy: as before
 
     with any_failure(lambda error: ExportError(f"the shapes of the file cannot be inferred: {error}")):
         tree = onnx_ir.serde.deserialize_model(fixed)

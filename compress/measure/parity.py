@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir
 import torch
 from numpy.typing import NDArray
 from onnx.utils import Extractor
@@ -595,4 +594,6 @@ def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def _bytes(tensor: onnx.TensorProto) -> int:
     if tensor.data_type == onnx.TensorProto.STRING:
         return sum(map(len, tensor.string_data))
+    import onnx_ir  # lazy: half a second, and most comparisons are of networks in memory
+
     return math.ceil(math.prod(tensor.dims) * onnx_ir.DataType(tensor.data_type).itemsize)

@@ -599,6 +599,8 @@ def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
 # Bounds of a trial on one batch; the memory includes the libraries.
 SECONDS, BYTES = 20, 8 << 30
 
+# Rounds of a Loop that take days in every engine.
+_MOST_ROUNDS = 1 << 31
 _LOOPS = frozenset({"Loop", "Scan"})
 # Inputs that decide about the size of a result.
 _SIZES = {
@@ -644,6 +646,11 @@ with numpy.load(sys.argv[2]) as feed:
 
 def check_bounds(source: SourceFile, feed: Arrays) -> None:
     """Run a file on one batch in a process of its own, if values decide how much it computes."""
+    for node in _endless(source.proto.graph):
+        raise CalibrationError(
+            f"{source.path}: the Loop {node.name or node.output[0]!r} has {_MOST_ROUNDS:,} rounds or more, and its "
+            "condition never changes: no engine ends it. Export it with fewer rounds, or a condition that it computes"
+        )
     if not _unbounded(source.proto) or sys.platform == "win32":
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -664,6 +671,31 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
             f"{source.path} takes more than {BYTES >> 30} GiB for one batch, and it has loops or sizes that values "
             "decide about. Give smaller batches, or export it without them"
         )
+
+
+def _endless(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Loops of too many rounds, or of any number, whose condition stays true."""
+    graphs = list(graphs_of(graph))
+    nodes = [node for one in graphs for node in one.node]
+    known = {tensor.name: tensor for one in graphs for tensor in one.initializer}
+    known.update({node.output[0]: attribute(node, "value", None) for node in nodes if node.op_type == "Constant"})
+    values = {
+        name: numpy_helper.to_array(tensor).item()
+        for name, tensor in known.items()
+        if tensor is not None and tensor.data_location != TensorProto.EXTERNAL and list(tensor.dims) in ([], [1])
+    }
+    before = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Identity"}
+    for loop in nodes:
+        if loop.op_type == "Loop":
+            limit, first = (*loop.input, "", "")[:2]
+            body: onnx.GraphProto = attribute(loop, "body", None)
+            condition = body.output[0].name
+            while condition in before:
+                condition = before[condition]
+            stays = condition == body.input[1].name or bool(values.get(condition, False))
+            begins = not first or bool(values.get(first, False))
+            if stays and begins and (not limit or values.get(limit, 0) >= _MOST_ROUNDS):
+                yield loop
 
 
 def _unbounded(proto: onnx.ModelProto) -> bool:

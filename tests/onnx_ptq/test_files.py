@@ -663,6 +663,19 @@ def stated():
     return model_of(nodes, {"w": weights(4, 3, 3, 3), "size": np.array([1 << 20, 1 << 20], np.int64)})
 
 
+def endless(*, limit, condition):
+    inner = {"i": (TensorProto.INT64, []), "go": (TensorProto.BOOL, []), "v": (TensorProto.FLOAT, None)}
+    body = helper.make_graph(
+        [helper.make_node("Identity", [condition], ["goes"]), helper.make_node("Neg", ["v"], ["w2"])],
+        "body",
+        [helper.make_tensor_value_info(name, *kind) for name, kind in inner.items()],
+        [helper.make_tensor_value_info("goes", *inner["go"]), helper.make_tensor_value_info("w2", *inner["v"])],
+    )
+    loop = helper.make_node("Loop", [limit, "true", "x"], ["a"], body=body, name="round")
+    values = {"w": weights(4, 3, 3, 3), "n": np.int64(2**62).reshape(()), "true": np.array(True)}
+    return model_of([loop, helper.make_node("Conv", ["a", "w"], ["y"])], values)
+
+
 def outside(location):
     model = conv()
     onnx.external_data_helper.set_external_data(model.graph.initializer[0], location)
@@ -690,6 +703,8 @@ CASES = {
     "cyclic": (cyclic, "not a valid ONNX file"),
     "huge dims": (huge, "at most 2147483648 elements"),
     "stated size": (stated, "1099511627776 elements|takes more than 8 GiB"),
+    "endless loop": (lambda: endless(limit="n", condition="go"), "the Loop 'round' has 2,147,483,648 rounds or more"),
+    "loop without a limit": (lambda: endless(limit="", condition="true"), "the Loop 'round' has 2,147,483,648 rounds"),
     "missing data": (lambda: outside("gone.data"), "not a valid ONNX file|cannot be read"),
     "path traversal": (lambda: outside("../secret.data"), "not a valid ONNX file|cannot be read"),
     "absolute path": (lambda: outside("/etc/hostname"), "not a valid ONNX file|cannot be read"),

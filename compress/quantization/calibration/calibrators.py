@@ -72,10 +72,13 @@ class Calibrator(ABC):
         self.axis = axis
         self.reset()
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def collect(self, x: Tensor) -> None:
         """Count `x`: any shape, any floating type (as float32); an empty tensor is ignored."""
+        # Not a decorator, which would import torch's compiler here: two seconds of every command.
+        (torch.compiler.disable(self._collect) if torch.compiler.is_compiling() else self._collect)(x)
+
+    @torch.no_grad()
+    def _collect(self, x: Tensor) -> None:
         if self.axis is not None and not -x.dim() <= self.axis < x.dim():
             raise CalibrationError(f"axis is {self.axis}, but the tensor has shape {tuple(x.shape)}")
         if x.numel() == 0:
