@@ -6,8 +6,8 @@ every candidate must have. Kernels and decisions about what is fused are elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -93,7 +93,7 @@ Kept = TypeVar("Kept")
 
 @dataclass
 class Bindings:
-    """The cache of steps on a device: packed weights, epilogues, workspaces.
+    """The cache of steps on a device: packed weights, workspaces; programs of several batch sizes share it.
 
     Attributes:
         floats: products of codes may be computed in floating point where their results are values.
@@ -101,7 +101,7 @@ class Bindings:
     """
 
     device: torch.device
-    kept: dict[tuple[object, ...], Any]
+    kept: dict[tuple[str, str], Any]
     floats: bool = True
     workspaces: dict[tuple[int, int], Workspace] = field(default_factory=dict)
 
@@ -115,13 +115,32 @@ class Bindings:
             return 4
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    def keep(self, key: tuple[object, ...], make: Callable[[], Kept]) -> Kept:
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+    def keep(self, step: Step, what: str, make: Callable[[], Kept], *given: object) -> Kept:
+        """What is made of a step; anew where another batch has other shapes in the step of that name, or in `given`."""
+        held: tuple[object, Kept] | None = self.kept.get((step.name, what))
+        if held is None or not equal(held[0], (step, *given)):
+            held = self.kept[step.name, what] = (step, *given), make()
+        return held[1]
 
-    def finish(self, step: Step, **arguments: Any) -> Finish:
-        return self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device))
+    def finish(self, **arguments: Any) -> Finish:
+        return finish_of(**arguments).to(self.device)
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether steps, or what they hold, are equal, tensors by their elements."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if is_dataclass(a) and is_dataclass(b):
+        return all(equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    return a == b
 
 
 def function_of(activation: Activation) -> Function:
@@ -137,11 +156,10 @@ def output_grid(grid: Grid | None) -> OutputGrid | None:
 
 
 def plain_finish(
-    step: Step, out: Output, bindings: Bindings, *, factor: Tensor | None = None, activation: Activation | None = None
+    out: Output, bindings: Bindings, *, factor: Tensor | None = None, activation: Activation | None = None
 ) -> Finish:
     one = torch.ones(1, dtype=torch.float64)
     return bindings.finish(
-        step,
         factor=one if factor is None else factor,
         bias=torch.zeros_like(one if factor is None else factor),
         first=Function() if activation is None else function_of(activation),
@@ -213,7 +231,6 @@ def product_finish(step: Product, bindings: Bindings) -> Finish:
         g = e.residual.grid
         residual = Residual(1.0, 0, False) if g is None else Residual(g.scale[0], g.zero, True)
     return bindings.finish(
-        step,
         factor=e.factor,
         bias=e.bias,
         first=function_of(e.first),
@@ -235,6 +252,8 @@ def whole_parts(name: str, layout: Layout) -> bool:
 
 
 _WHOLE_KEYS, _FEW_KEYS = 256, 64
+# Keys times channels of a head whose codes fit the memory of a program.
+_SHARED = 1 << 15
 
 
 def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list[Candidate]:
@@ -276,7 +295,7 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
     height, width = whole[2:] if len(whole) == 4 else (1, 1)
     area = step.kernel[0] * step.kernel[1]
     factor = torch.full((channels,), grid.scale[0] / area, dtype=torch.float64)
-    finish = plain_finish(step, step.out, bindings, factor=factor)
+    finish = plain_finish(step.out, bindings, factor=factor)
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0])
 
     whole_image = step.kernel == tuple(layout.plan.tensors[step.x.name].shape[2:]) and step.padding == ((0, 0), (0, 0))
@@ -307,7 +326,7 @@ def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> l
         tensor = tensors[source.name].expand(shape)
         return Operand(tensor) if source.grid is None else Operand(tensor, source.grid.scale[0], source.grid.zero)
 
-    finish = plain_finish(step, step.out, bindings, activation=step.activation)
+    finish = plain_finish(step.out, bindings, activation=step.activation)
 
     def run(tensors: Tensors) -> None:
         shape = tensors[step.x.name].shape
@@ -332,14 +351,13 @@ def _table(step: Elementwise, bindings: Bindings) -> Tensor:
         results = reference.compute(step, {step.x.name: codes})
         return results[step.out.codes].reshape(256).to(bindings.device)
 
-    return bindings.keep((step.name, "table"), make)
+    return bindings.keep(step, "table", make)
 
 
 def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list[Candidate]:
     channels = layout.plan.tensors[step.x.name].shape[-1]
     one = torch.ones(channels, dtype=torch.float64)
     finish = bindings.finish(
-        step,
         factor=one if step.weight is None else step.weight.double(),
         bias=0 * one if step.bias is None else step.bias.double(),
         grid=output_grid(step.out.grid) if step.out.codes else None,
@@ -370,7 +388,7 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
 def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[Candidate]:
     grids = [source.grid or Grid((1.0,)) for source in (step.x, step.k, step.v)]
     factor = torch.tensor([step.probabilities.scale[0] * grids[2].scale[0]], dtype=torch.float64)
-    finish = plain_finish(step, step.out, bindings, factor=factor)
+    finish = plain_finish(step.out, bindings, factor=factor)
     scores = grids[0].scale[0] * grids[1].scale[0] * step.scale
     p = step.probabilities
 
@@ -381,7 +399,7 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
 
     lengths = layout.plan.tensors[step.x.name].shape[:-1] + layout.plan.tensors[step.k.name].shape[-1:]
     given = step.mask
-    mask = None if given is None else bindings.keep((step.name, "mask"), lambda: _mask(given, lengths, bindings))
+    mask = None if given is None else bindings.keep(step, "mask", lambda: _mask(given, lengths, bindings), lengths)
 
     def candidate(queries: int, keys: int, warps: int) -> Candidate:
         def run(tensors: Tensors) -> None:
@@ -402,12 +420,16 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
                 keys=keys,
                 warps=warps,
             )
+            for name, made in ((step.out.codes, codes), (step.out.value, value)):
+                if made is not None and made.data_ptr() != tensors[name].data_ptr():  # axes that no view joins
+                    tensors[name].copy_(made.view(tensors[name].shape))
 
         return Candidate(f"triton attention {queries}x{keys} w{warps}", run)
 
     found = [(64, 64, 4), (128, 64, 8), (32, 64, 2)]
     whole = max(16, 1 << (lengths[-1] - 1).bit_length())
-    if whole <= _WHOLE_KEYS:  # all scores of a program stay in registers
+    widest = max(layout.plan.tensors[name].shape[axis] for name, axis in ((step.x.name, -1), (step.v.name, -1)))
+    if whole <= _WHOLE_KEYS and whole * widest <= _SHARED:  # all scores of a program stay in registers
         found = [(64, whole, 4), (128, whole, 8), *found]
     if whole <= _FEW_KEYS:
         found.append((64, whole, 2))
@@ -443,8 +465,7 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
         return x.cpu() if is_read_by_the_host(step.op, index, x) else fitting(x)
 
     constants = bindings.keep(
-        (step.name, "inputs"),
-        lambda: tuple(placed(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(step.inputs)),
+        step, "inputs", lambda: tuple(placed(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(step.inputs))
     )
     ready = replace(step, inputs=constants)
 
@@ -480,7 +501,8 @@ def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, 
 
     def candidate(tile: DepthwiseTile) -> Candidate:
         weight: Weight = bindings.keep(
-            (step.name, "weight", tile.floats),
+            step,
+            f"weight {tile.floats}",
             lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
         )
 
@@ -520,7 +542,7 @@ def _taps(step: Convolution) -> tuple[int, int]:
 
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
     zero = _zero(step)
-    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+    weight: Weight = bindings.keep(step, "words", lambda: pack_dots(step.weight, zero, device=bindings.device))
 
     def candidate(tile: RowsTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:
@@ -666,7 +688,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     if step.weight.shape[1] == 1 and step.weight.shape[0] == step.groups > 1:
         return bind_depthwise(step, layout, bindings, shape, product_finish(step, bindings), geometry)
     weight: Weight = bindings.keep(
-        (step.name, "weight"), lambda: pack_weight(step.weight, _zero(step), step.groups, bindings.device)
+        step, "weight", lambda: pack_weight(step.weight, _zero(step), step.groups, bindings.device)
     )
     room = (weight.groups - 1) * weight.step + weight.codes.shape[-1]
     taps = step.weight.shape[2] * step.weight.shape[3]
@@ -693,9 +715,7 @@ def _readable(x: Tensor, channels: int) -> Tensor:
 
 def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candidate]:
     shape = layout.plan.tensors[step.epilogue.out.names[0]].shape
-    weight: Weight = bindings.keep(
-        (step.name, "weight"), lambda: pack_weight(step.weight, _zero(step), 1, bindings.device)
-    )
+    weight: Weight = bindings.keep(step, "weight", lambda: pack_weight(step.weight, _zero(step), 1, bindings.device))
     room = weight.codes.shape[-1]
 
     def read(x: Tensor) -> Tensor:
@@ -728,7 +748,7 @@ def float_product(step: Convolution | Linear, layout: Layout, bindings: Bindings
         last = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
         return weight.contiguous(memory_format=last), e.bias.to(bindings.device, dtype)
 
-    weight, bias = bindings.keep((step.name, "floats"), make)
+    weight, bias = bindings.keep(step, "floats", make)
 
     def run(tensors: Tensors) -> None:
         x = tensors[step.x.name].to(dtype)

@@ -132,8 +132,7 @@ def _slice(attributes: Attributes, x: Tensor, *bounds: Tensor | None) -> Tensor:
             size = x.shape[axis]
             start = min(start + size if start < 0 else start, size - 1)
             end = max(end + size if end < 0 else end, -1)
-            chosen = range(start, end, step)
-            x = x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
+            x = x.index_select(axis, torch.arange(start, min(end, start), step, device=x.device))
         else:
             first = chosen.start if len(chosen) else 0
             x = x.narrow(axis, first, len(chosen)) if step == 1 else _strided(x, axis, chosen)

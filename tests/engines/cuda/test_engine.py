@@ -25,7 +25,9 @@ from compress.engines.cuda.program import (
 )
 from compress.errors import EngineError, EngineUnavailableError
 from tests.engines.cuda.qdq import Builder
+from tests.engines.cuda.test_plan import MOVES
 from tests.engines.models import classifier
+from tests.exact import open_session
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 MACHINE = Machine(gpu="NVIDIA H100 80GB HBM3", capability="9.0", driver="13.0", torch="2.11.0", triton="3.6.0")
@@ -47,6 +49,23 @@ def test_it_computes_what_onnx_runtime_does_for_every_batch(tmp_path):
         assert engine.info.label == "cuda (exact)"
     with pytest.raises(EngineError, match="closed"):
         engine.run({"input": x})
+
+
+@pytest.mark.parametrize("move", range(len(MOVES)))
+def test_what_moves_codes_is_recorded_and_fits_every_batch(tmp_path, move):
+    b = Builder((3, 4, 6, 6))
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 4)))
+    rows = b.op("Concat", b.op("Shape", x, end=2), b.constant(np.array([-1])), axis=0)
+    y = b.quantize(MOVES[move](b, b.op("Reshape", b.op("Reshape", x, rows), b.op("Shape", x))))
+    path = b.save(tmp_path / "m.onnx", b.quantize(b.op("Add", y, b.conv(y, b.values[y].shape[1]))))
+    device = {} if torch.cuda.is_available() else {"device": "cpu"}
+    session = open_session(path, optimize=False)
+    with build_engine(path, "cuda", tune="no", **device) as engine:
+        for count in (3, 1, 2):
+            given = {"input": b.x[:count]}
+            (result,), (expected,) = engine.run(given).values(), session.run(None, given)
+            assert np.std(expected) > 0.1
+            np.testing.assert_allclose(result, expected, atol=0.02 * np.abs(expected).max())  # two steps of the grid
 
 
 def test_tensors_go_in_and_come_out_with_any_strides(tmp_path):

@@ -26,6 +26,8 @@ CASES = (
     "small stem",
     "transformer",
     "wide heads",
+    "shapes of the batch",
+    "windows and heads apart",
     "shifted windows",
     "convnext",
 )

@@ -400,6 +400,10 @@ def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) ->
     return None
 
 
+# Channels of a head that the kernel holds at once; attention over channels has as many as an image has pixels.
+_WIDEST_HEAD = 256
+
+
 def _from_softmax(
     view: View, q: Source, k: Source, nodes: list[Node], scale: float, mask: Tensor | None
 ) -> tuple[Attention, int] | None:
@@ -422,6 +426,8 @@ def _from_softmax(
         return None
     shapes = [view.shape(source.name) for source in (q, k, v)]
     if any(len(shape) != rank or shape[:-2] != shapes[0][:-2] for shape in shapes) or grid.zero != 0:
+        return None
+    if max(shapes[0][-1], shapes[2][-1]) > _WIDEST_HEAD:
         return None
     nodes = [*nodes, quantize, back, product]
     view.absorbed.update(n.name for n in nodes[1:])
