@@ -427,6 +427,7 @@ class FloatSession:
         options = session_options(source.folder, threads, source.ops)
         if plain:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.add_session_config_entry("session.disable_prepacking", "1")  # a copy of every weight, for few runs
         if optimized is not None:
             options.optimized_model_filepath = str(optimized)
             apart = "session.optimized_model_external_initializers"
