@@ -84,8 +84,8 @@ class OnnxGraph:
     Attributes:
         constants: initializers and results of Constant nodes, by name.
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
-        consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
-            not.
+        consumers: the nodes that read each tensor, also in their graphs; one that reads it twice is there twice,
+            outputs of the graph are not.
         fixed: tensors that follow from constants, or from the shapes of tensors.
     """
 
@@ -100,13 +100,13 @@ class OnnxGraph:
         self.outputs = {value.name for value in graph.output}
         self.fixed = {*self.constants, ""}
         for node in graph.node:
-            for name in node.input:
+            read = inputs_of(node)
+            for name in read:
                 self.consumers.setdefault(name, []).append(node)
             for name in node.output:
                 self.producers[name] = node
             if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
                 self.constants[node.output[0]] = node.attribute[0].t
-            read = inputs_of(node)
             if node.op_type == "Shape" or (node.op_type not in RANDOM and self.fixed.issuperset(read)):
                 self.fixed.update(node.output)
 
@@ -371,10 +371,14 @@ def made_after(node: onnx.NodeProto, op: str, inputs: Iterable[str], output: str
 
 
 def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
-    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
-    for i, name in enumerate(node.input):
-        if name == old:
-            node.input[i] = new
+    """Make a node read tensor `new` where it read `old`, also in the graphs inside it."""
+    node.input[:] = [new if name == old else name for name in node.input]
+    for graph in subgraphs([node]):
+        if old in _captured(graph):
+            for inner in graph.node:
+                consumed_as(inner, old, new)
+            for value in graph.output:
+                value.name = new if value.name == old else value.name
 
 
 def opset_of(proto: onnx.ModelProto) -> int:

@@ -601,11 +601,14 @@ def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
 
 
 def change_of(expected: NDArray[Any], found: NDArray[Any]) -> tuple[float, float]:
-    """(Largest difference, largest finite magnitude expected) of two results; equal infinities do not differ."""
+    """(Largest difference, largest finite magnitude expected) of two results: equal infinities and NaNs count as 0."""
     a, b = expected.astype(np.float64), found.astype(np.float64)
     largest = float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+    if a.shape != b.shape:
+        return np.inf, largest
     with np.errstate(invalid="ignore"):
-        return float(np.abs(np.where(a == b, 0.0, a - b)).max(initial=0.0)) if a.shape == b.shape else np.inf, largest
+        change = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
+    return float(np.abs(change).max(initial=0.0)), largest
 
 
 def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:

@@ -334,9 +334,23 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: bool) -> None:
     """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
     with library_errors(AuditError, f"{path} is not a valid ONNX file: "):
-        binary = path.suffix == ".onnx"  # its bytes are the model, which need not be made once more
-        whole = proto if mended or not binary else path.read_bytes()
-        onnx.checker.check_model(str(path) if external and not mended else whole)
+        if external:
+            onnx.checker.check_model(_with_inputs_for_weights(proto) if mended else str(path))
+        else:  # the bytes of a file .onnx are the model, which need not be made once more
+            onnx.checker.check_model(proto if mended or path.suffix != ".onnx" else path.read_bytes())
+
+
+def _with_inputs_for_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy with an input for each weight in another file, which the checker looks for in this folder alone."""
+    copy, inputs = onnx.ModelProto(), {value.name for value in proto.graph.input}
+    copy.CopyFrom(proto)
+    del copy.graph.initializer[:]
+    for tensor in proto.graph.initializer:
+        if not external_data_helper.uses_external_data(tensor):
+            copy.graph.initializer.append(tensor)
+        elif tensor.name not in inputs:
+            copy.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return copy
 
 
 def _check_functions(path: Path, proto: onnx.ModelProto) -> None:
