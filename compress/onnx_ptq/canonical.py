@@ -28,7 +28,7 @@ from onnx import external_data_helper, helper, inliner
 from onnx.shape_inference import InferenceError
 
 from compress.engines.base import Arrays
-from compress.errors import QuantizationError
+from compress.errors import CalibrationError, QuantizationError
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
@@ -578,6 +578,9 @@ def _is_shape(name: str, index: Index) -> bool:
 # Largest change of an output, relative to its largest value, that a rewriting of the float graph may make.
 _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
 
+# Largest difference, relative to its largest value, of a result alone and in a batch: kernels differ by the size.
+_APART = 1e-2
+
 # Change that rounding alone may make, of probabilities near zero for example.
 _ROUNDING = 1e-6
 
@@ -598,6 +601,21 @@ def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
     """Return the outputs of a graph for one image of a batch, or for the batch where its size is fixed."""
     alone, names = one_image(source.proto, feed), known_results(source)
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
+
+
+def images_apart(source: SourceFile, feed: Arrays) -> bool:
+    """False if the results of a batch's second image depend on the first: statistics of the batch, rows of one set."""
+    alone = one_image(source.proto, feed)
+    if alone is None:
+        return False
+    session = FloatSession(source, known_results(source), threads=max(1, core_count() // 2))
+    try:
+        both, one = (session.run(feeds) for feeds in ({key: value[:2] for key, value in feed.items()}, alone))
+    except CalibrationError:  # the open first dimension of its inputs is no batch
+        return False
+    results = [(np.asarray(both[name]), np.asarray(value)) for name, value in one.items()]
+    changes = [change_of(b, a[-len(b) :]) for a, b in results if b.dtype.kind == "f" and b.ndim]
+    return all(change <= _APART * largest + _ROUNDING for change, largest in changes)
 
 
 def change_of(expected: NDArray[Any], found: NDArray[Any]) -> tuple[float, float]:

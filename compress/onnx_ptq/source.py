@@ -115,6 +115,7 @@ class SourceFile:
         proto: the model; weights in other files (`external`) are not in it.
         notes: what was mended on reading, a sentence each.
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
+        apart: the results of an image do not depend on the others of its batch, as far as a batch showed.
     """
 
     path: Path
@@ -122,6 +123,7 @@ class SourceFile:
     external: bool = False
     notes: tuple[str, ...] = ()
     ops: tuple[Path, ...] = ()
+    apart: bool = True
 
     @property
     def folder(self) -> Path:
