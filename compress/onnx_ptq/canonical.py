@@ -207,6 +207,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
         (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
         (plain_gemms, "the factors, transposed inputs and sums of {} Gemm operations are written apart"),
+        (explicit_pads, "the pads of {} transposed convolutions are written out"),
         (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
         (fold_constants_after_layers, "{} BatchNorm, scale and bias operations are folded into the layers before them"),
         (move_attention_scales, "the factors of query and key of {} attention products are applied after the product"),
@@ -313,6 +314,37 @@ def plain_gemms(source: SourceFile) -> int:
                 node.output[0] = index.free(added_tensor(output, "product"))
                 made.append(helper.make_node("Add", [node.output[0], added], [output]))
         return made
+
+    return index.rewrite(opened)
+
+
+def explicit_pads(source: SourceFile) -> int:
+    """Write the pads of transposed convolutions that state a size or a mode, which OpenVINO (2026.4) misreads."""
+    index, kinds = Index(source), _kinds(source)
+
+    def size_of(name: str) -> list[int]:
+        return [dim.dim_value for dim in kinds[name].shape.dim[2:]] if name in kinds else []
+
+    def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        mode, wanted = attribute(node, "auto_pad", b"NOTSET"), attribute(node, "output_shape", [])
+        kernel = size_of(node.input[1]) if node.op_type == "ConvTranspose" else []
+        if not kernel or (mode in {b"NOTSET", b"VALID"} and not wanted):
+            return None
+        usual = {"strides": [1] * len(kernel), "dilations": [1] * len(kernel), "output_padding": [0] * len(kernel)}
+        strides, dilations, extra = (attribute(node, *given) for given in usual.items())
+        sizes = size_of(node.input[0]) if wanted else [1] * len(kernel)
+        if len(sizes) != len(kernel) or not all(sizes):
+            return None  # the pads differ from size to size
+        results = list(wanted)[-len(kernel) :] or strides
+        parts = zip(sizes, kernel, strides, dilations, extra, results, strict=True)
+        pads = [(n - 1) * s + (k - 1) * d + 1 + e - out for n, k, s, d, e, out in parts]
+        if wanted and min(pads) < 0:
+            return None
+        less = [max(pad, 0) // 2 for pad in pads]
+        more = [max(pad, 0) - half for pad, half in zip(pads, less, strict=True)]
+        pads = [*less, *more] if mode == b"SAME_UPPER" else [*more, *less]
+        replace_attributes(node, auto_pad=None, output_shape=None, pads=pads)
+        return [node]
 
     return index.rewrite(opened)
 

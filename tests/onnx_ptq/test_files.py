@@ -553,13 +553,21 @@ def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 25
 
 
-def test_circular_padding_is_read_by_openvino(tmp_path):
-    nodes = [
+SIZES = [{"auto_pad": "SAME_UPPER"}, {"auto_pad": "SAME_LOWER"}, {"output_shape": [15, 16]}]
+PADDED = {
+    "wrap": [
         helper.make_node("Pad", ["x", "amounts"], ["p"], mode="wrap"),
         helper.make_node("Conv", ["p", "w"], ["y"], name="convolution"),
-    ]
-    constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5)}
-    onnx.save(model_of(nodes, constants, opset=19), tmp_path / "float.onnx")
+    ],
+    **{str(size): [helper.make_node("ConvTranspose", ["x", "t"], ["y"], strides=[2, 2], **size)] for size in SIZES},
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_is_read_by_openvino(tmp_path, case):
+    nodes = PADDED[case]
+    constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5), "t": weights(3, 8, 3, 5)}
+    onnx.save(model_of(nodes, constants, opset=19, shape=("n", 3, 8, 8)), tmp_path / "float.onnx")
     path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=compress.QuantSpec(target="openvino"))
     x = PICTURES[:2, :, :8, :8].copy()
     with compress.build_engine(path, "openvino", precision="f32") as engine:
