@@ -38,6 +38,7 @@ from compress.onnx_graph import (
     free_name,
     opset_of,
     read_window,
+    transposed_pads,
     write_model,
 )
 from compress.support.imports import any_failure
@@ -898,7 +899,10 @@ def _padded(
 def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     chain, weight, source = _product(c, node)
     out = _image(c.shape(node.output[0]))
-    window = _window(c, node, {**attributes, "auto_pad": "NOTSET"}, weight.value.shape[2:])
+    pads = transposed_pads(attributes, c.shape(source)[2:], weight.value.shape[2:])
+    if pads is None:
+        raise c.refusal(node, "with an output_shape beyond what its kernel reaches is not written")
+    window = _window(c, node, {**attributes, "auto_pad": "NOTSET", "pads": pads}, weight.value.shape[2:])
     weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
     starts = [pair[0] for pair in window.pads]
     ends = [start + n for start, n in zip(starts, out[2:], strict=True)]

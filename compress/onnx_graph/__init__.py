@@ -544,6 +544,27 @@ def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequ
     )
 
 
+def transposed_pads(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
+    """The pads of a transposed convolution, `auto_pad` and `output_shape` resolved; None if its size does not tell.
+
+    `size` is that of the image without batch and channels, 0 = open.
+    """
+    ones, zeros = [1] * len(kernel), [0] * len(kernel)
+    mode, wanted = attributes.get("auto_pad", "NOTSET"), attributes.get("output_shape", [])
+    if not wanted and mode in {"NOTSET", "VALID", ""}:
+        return [*zeros, *zeros] if mode == "VALID" else list(attributes.get("pads", [*zeros, *zeros]))
+    strides, dilations = (attributes.get(key, ones) for key in ("strides", "dilations"))
+    extra = attributes.get("output_padding", zeros)
+    size, results = (size, wanted[-len(kernel) :]) if wanted else (ones, strides)
+    parts = zip(size, kernel, strides, dilations, extra, results, strict=True)
+    total = [(n - 1) * s + (k - 1) * d + 1 + e - out for n, k, s, d, e, out in parts]
+    if wanted and (min(total) < 0 or not all(size)):
+        return None
+    less = [max(n, 0) // 2 for n in total]
+    more = [max(n, 0) - half for n, half in zip(total, less, strict=True)]
+    return [*less, *more] if mode == "SAME_UPPER" else [*more, *less]
+
+
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     values = {own.name: helper.get_attribute_value(own) for own in node.attribute}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}

@@ -35,6 +35,7 @@ from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, axis_order, oriented_product
 from compress.onnx_graph import (
     attribute,
+    attributes_of,
     constant_tensor,
     consumed_as,
     drop_unread,
@@ -43,6 +44,7 @@ from compress.onnx_graph import (
     opset_of,
     replace_attributes,
     tensors_of,
+    transposed_pads,
     without_weights,
 )
 from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, one_image, raised
@@ -326,23 +328,13 @@ def explicit_pads(source: SourceFile) -> int:
         return [dim.dim_value for dim in kinds[name].shape.dim[2:]] if name in kinds else []
 
     def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
-        mode, wanted = attribute(node, "auto_pad", b"NOTSET"), attribute(node, "output_shape", [])
-        kernel = size_of(node.input[1]) if node.op_type == "ConvTranspose" else []
-        if not kernel or (mode in {b"NOTSET", b"VALID"} and not wanted):
+        given = attributes_of(node) if node.op_type == "ConvTranspose" else {}
+        kernel, size = size_of(node.input[1]) if given else [], size_of(node.input[0]) if given else []
+        if not given.keys() & {"auto_pad", "output_shape"} or not kernel or len(size) != len(kernel):
             return None
-        usual = {"strides": [1] * len(kernel), "dilations": [1] * len(kernel), "output_padding": [0] * len(kernel)}
-        strides, dilations, extra = (attribute(node, *given) for given in usual.items())
-        sizes = size_of(node.input[0]) if wanted else [1] * len(kernel)
-        if len(sizes) != len(kernel) or not all(sizes):
-            return None  # the pads differ from size to size
-        results = list(wanted)[-len(kernel) :] or strides
-        parts = zip(sizes, kernel, strides, dilations, extra, results, strict=True)
-        pads = [(n - 1) * s + (k - 1) * d + 1 + e - out for n, k, s, d, e, out in parts]
-        if wanted and min(pads) < 0:
+        pads = transposed_pads(given, size, kernel)
+        if pads is None:
             return None
-        less = [max(pad, 0) // 2 for pad in pads]
-        more = [max(pad, 0) - half for pad, half in zip(pads, less, strict=True)]
-        pads = [*less, *more] if mode == b"SAME_UPPER" else [*more, *less]
         replace_attributes(node, auto_pad=None, output_shape=None, pads=pads)
         return [node]
 
