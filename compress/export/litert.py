@@ -35,6 +35,7 @@ from compress.onnx_graph import (
     Window,
     attributes_of,
     each_node,
+    forget_shapes_of_outputs,
     free_name,
     opset_of,
     read_window,
@@ -127,12 +128,11 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     if opset < _OPSET:
         with any_failure(lambda error: ExportError(f"the file has opset {opset}, which cannot be raised: {error}")):
             fixed = onnx.version_converter.convert_version(fixed, _OPSET)
-    for value in fixed.graph.input:
+    for value in (*fixed.graph.input, *fixed.graph.output):
         if value.name in sizes:
             for dim, size in zip(value.type.tensor_type.shape.dim, sizes[value.name], strict=True):
                 dim.dim_value = size
-    for value in fixed.graph.output:
-        value.type.tensor_type.ClearField("shape")
+    forget_shapes_of_outputs(fixed.graph)
     if opset >= _GROUPS_OPSET:
         _groups_as_instances(fixed)
     del fixed.graph.value_info[:]

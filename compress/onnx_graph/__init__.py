@@ -316,6 +316,14 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def forget_shapes_of_outputs(graph: onnx.GraphProto) -> None:
+    """Clear the shapes of outputs that are inferred; without those of inputs and constants, onnx infers nothing."""
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    for value in graph.output:
+        if value.name not in given:
+            value.type.tensor_type.ClearField("shape")
+
+
 def inferred_graph(
     proto: onnx.ModelProto,
     sizes: Mapping[str, Sequence[int | None]],
@@ -327,13 +335,12 @@ def inferred_graph(
     about shapes, such as computed pads, which inference does not compute.
     """
     model = without_weights(proto)
-    for value in model.graph.input:
+    for value in (*model.graph.input, *model.graph.output):
         if value.name in sizes:
             del value.type.tensor_type.shape.dim[:]
             dims = [onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes[value.name]]
             value.type.tensor_type.shape.dim.extend(dims)
-    for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
+    forget_shapes_of_outputs(model.graph)
     if known:
         kept = [node for node in model.graph.node if not set(node.output) <= known.keys()]
         del model.graph.node[:]
