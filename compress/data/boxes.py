@@ -441,7 +441,8 @@ def coco_content(file: Path) -> dict[str, Any]:
 
 
 def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
-    """Categories by id, sorted; names that occur twice (Roboflow's root, homonyms) with their supercategory."""
+    """Categories by id, sorted."""
+    # A name that occurs twice (Roboflow's root, homonyms) gets its supercategory.
     try:
         count = Counter(str(item["name"]) for item in content["categories"])
         found = {

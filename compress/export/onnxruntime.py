@@ -385,11 +385,8 @@ def layouts_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
 
 @each_node
 def transposes_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Give each product that reads a transposed weight a DequantizeLinear and a Transpose of its own.
-
-    ONNX Runtime (1.31) repeats a DequantizeLinear with several consumers, but no Transpose after it: products that
-    share one (a layer that is called twice, equal layers) are FusedMatMul in float.
-    """
+    # ONNX Runtime (1.31) repeats a DequantizeLinear with several consumers, but no Transpose after it: products that
+    # share one (a layer that is called twice, equal layers) are FusedMatMul in float.
     pair = view.producers.get(node.input[0]) if node.op_type == "Transpose" else None
     if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in view.constants:
         return None

@@ -84,8 +84,7 @@ class OnnxGraph:
     Attributes:
         constants: initializers and results of Constant nodes, by name.
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
-        consumers: the nodes that read each tensor, also in their graphs; one that reads it twice is there twice,
-            outputs of the graph are not.
+        consumers: the nodes that read each tensor, also in their graphs, once for each time; no outputs.
         fixed: tensors that follow from constants, or from the shapes of tensors.
     """
 
@@ -317,7 +316,7 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def forget_shapes_of_outputs(graph: onnx.GraphProto) -> None:
-    """Clear the shapes of outputs that are inferred; without those of inputs and constants, onnx infers nothing."""
+    # Without the shapes of outputs that are inputs or constants, onnx infers nothing.
     given = {value.name for value in (*graph.input, *graph.initializer)}
     for value in graph.output:
         if value.name not in given:
@@ -552,10 +551,7 @@ def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequ
 
 
 def transposed_pads(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
-    """The pads of a transposed convolution, `auto_pad` and `output_shape` resolved; None if its size does not tell.
-
-    `size` is that of the image without batch and channels, 0 = open.
-    """
+    # `size` is without batch and channels, 0 = open; None if it does not tell the pads.
     ones, zeros = [1] * len(kernel), [0] * len(kernel)
     mode, wanted = attributes.get("auto_pad", "NOTSET"), attributes.get("output_shape", [])
     if not wanted and mode in {"NOTSET", "VALID", ""}:

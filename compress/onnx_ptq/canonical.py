@@ -321,7 +321,7 @@ def plain_gemms(source: SourceFile) -> int:
 
 
 def explicit_pads(source: SourceFile) -> int:
-    """Write the pads of transposed convolutions that state a size or a mode, which OpenVINO (2026.4) misreads."""
+    # OpenVINO (2026.4) misreads `auto_pad` and `output_shape` of a transposed convolution with an open batch.
     index, kinds = Index(source), _kinds(source)
 
     def size_of(name: str) -> list[int]:
@@ -613,7 +613,6 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
     """Return a function that refuses other results than the file's own, which are computed beside the caller's work.
 
     The second image of the batch `feed` is computed, which shows a change as well as all of them (`results_for_one`).
-    The function raises QuantizationError, which names the output.
     """
     pool = ThreadPoolExecutor(1)
     before = pool.submit(results_for_one, original, feed)
@@ -622,13 +621,13 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
 
 
 def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
-    """Return the outputs of a graph for one image of a batch, or for the batch where its size is fixed."""
+    """Return a graph's outputs for one image, or for the batch where its size is fixed."""
     alone, names = one_image(source.proto, feed), known_results(source)
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
 
 
 def images_apart(source: SourceFile, feed: Arrays) -> bool:
-    """False if the results of a batch's second image depend on the first: statistics of the batch, rows of one set."""
+    # False for statistics of the batch, and for rows that are one set.
     alone = one_image(source.proto, feed)
     if alone is None:
         return False

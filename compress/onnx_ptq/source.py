@@ -115,7 +115,7 @@ class SourceFile:
         proto: the model; weights in other files (`external`) are not in it.
         notes: what was mended on reading, a sentence each.
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
-        apart: the results of an image do not depend on the others of its batch, as far as a batch showed.
+        apart: results of an image do not depend on the others of its batch.
     """
 
     path: Path
@@ -334,7 +334,7 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 
 
 def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: bool) -> None:
-    """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
+    """Refuse what onnx's checker refuses."""
     with library_errors(AuditError, f"{path} is not a valid ONNX file: "):
         if external:
             onnx.checker.check_model(_with_inputs_for_weights(proto) if mended else str(path))
@@ -343,7 +343,7 @@ def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: 
 
 
 def _with_inputs_for_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with an input for each weight in another file, which the checker looks for in this folder alone."""
+    # The checker looks for weights in other files in the folder of the process: here they are inputs.
     copy, inputs = onnx.ModelProto(), {value.name for value in proto.graph.input}
     copy.CopyFrom(proto)
     del copy.graph.initializer[:]

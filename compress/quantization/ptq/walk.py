@@ -185,7 +185,7 @@ def _found(
 
 
 def _alone_as_together(graph_module: fx.GraphModule, batch: Any) -> bool:
-    """False if the results of a batch's second image depend on the first: statistics of the batch, rows of one set."""
+    # False for statistics of the batch, and for rows that are one set.
     two = [x[:2] for x in model_inputs(graph_module, batch)]
     if _length(two) < 2:
         return True
