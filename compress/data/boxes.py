@@ -340,6 +340,7 @@ def _coco_annotations(
 ) -> Iterator[Annotation]:
     names = classes_in(content, file)
     _check_once((_key(image, "id") for image in content["images"]), file, "image ids")
+    _check_once((_key(image, "file_name") for image in content["images"]), file, "images")
     by_image: dict[Any, list[Any]] = {}
     for item in content["annotations"]:
         by_image.setdefault(_key(item, "image_id"), []).append(item)
@@ -441,10 +442,18 @@ def coco_content(file: Path) -> dict[str, Any]:
 
 def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
     """Categories by id, sorted."""
+    # A name that occurs twice (Roboflow's root, homonyms) gets its supercategory.
     try:
-        found = {int(item["id"]): str(item["name"]) for item in content["categories"]}
+        count = Counter(str(item["name"]) for item in content["categories"])
+        found = {
+            int(item["id"]): f"{item.get('supercategory')}/{item['name']}"
+            if count[str(item["name"])] > 1
+            else str(item["name"])
+            for item in content["categories"]
+        }
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{file}: a category has no id or name ({type(error).__name__}: {error})") from None
     if len(found) != len(content["categories"]):
         raise DataError(f"{file}: two categories have the same id; each needs its own")
+    _check_once(found.values(), file, "categories")
     return dict(sorted(found.items()))

@@ -34,9 +34,11 @@ from compress.onnx_graph import (
     Window,
     attributes_of,
     each_node,
+    forget_shapes_of_outputs,
     free_name,
     opset_of,
     read_window,
+    transposed_pads,
     write_model,
 )
 from compress.support.imports import any_failure
@@ -125,12 +127,11 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
     if opset < _OPSET:
         with any_failure(lambda error: ExportError(f"the file has opset {opset}, which cannot be raised: {error}")):
             fixed = onnx.version_converter.convert_version(fixed, _OPSET)
-    for value in fixed.graph.input:
+    for value in (*fixed.graph.input, *fixed.graph.output):
         if value.name in sizes:
             for dim, size in zip(value.type.tensor_type.shape.dim, sizes[value.name], strict=True):
                 dim.dim_value = size
-    for value in fixed.graph.output:
-        value.type.tensor_type.ClearField("shape")
+    forget_shapes_of_outputs(fixed.graph)
     if opset >= _GROUPS_OPSET:
         _groups_as_instances(fixed)
     del fixed.graph.value_info[:]
@@ -898,7 +899,10 @@ def _padded(
 def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> None:
     chain, weight, source = _product(c, node)
     out = _image(c.shape(node.output[0]))
-    window = _window(c, node, {**attributes, "auto_pad": "NOTSET"}, weight.value.shape[2:])
+    pads = transposed_pads(attributes, c.shape(source)[2:], weight.value.shape[2:])
+    if pads is None:
+        raise c.refusal(node, "with an output_shape beyond what its kernel reaches is not written")
+    window = _window(c, node, {**attributes, "auto_pad": "NOTSET", "pads": pads}, weight.value.shape[2:])
     weight = replace(weight, value=weight.value.reshape(_image(weight.value.shape)))
     starts = [pair[0] for pair in window.pads]
     ends = [start + n for start, n in zip(starts, out[2:], strict=True)]

@@ -384,6 +384,24 @@ def layouts_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]
 
 
 @each_node
+def transposes_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # ONNX Runtime (1.31) repeats a DequantizeLinear with several consumers, but no Transpose after it: products that
+    # share one (a layer that is called twice, equal layers) are FusedMatMul in float.
+    pair = view.producers.get(node.input[0]) if node.op_type == "Transpose" else None
+    if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in view.constants:
+        return None
+    made = [node]
+    for reader in view.consumers.get(node.output[0], [])[1:]:
+        names = [view.free(added_tensor(node.output[0], part)) for part in ("again_dequantized", "again")]
+        for part, source, result in zip((pair, node), (pair.input[0], names[0]), names, strict=True):
+            own = made_after(part, part.op_type, [source, *part.input[1:]], result, result)
+            own.attribute.extend(part.attribute)
+            made.append(own)
+        consumed_as(reader, node.output[0], names[1])
+    return made if len(made) > 1 else None
+
+
+@each_node
 def dilations_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
     """Put a Max between every average with dilations and its QuantizeLinear: QLinearAveragePool has none (1.31)."""
     source = view.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None

@@ -30,6 +30,7 @@ from compress.export.onnxruntime import (
     layouts_apart,
     repeat_pairs,
     room_for_biases,
+    transposes_apart,
     weights_to_unsigned,
 )
 from compress.export.openvino import (
@@ -219,6 +220,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         if opset_of(proto) >= AXIS_OPSET:
             floats_apart(proto)
         layouts_apart(proto)
+        transposes_apart(proto)
         if sums_bytes_in_16_bits():
             weights_to_unsigned(proto)
     if target in {"litert", "qnn"}:

@@ -234,6 +234,8 @@ def _check_hooks(name: str, module: nn.Module) -> None:
 
 def _check_forward(name: str, module: nn.Module) -> None:
     """Refuse a `forward` that is a plain function set on an instance, which no copy runs."""
+    if name and hasattr(module, "_orig_mod"):
+        raise ModelError(f"{name} is compiled (torch.compile): set its ._orig_mod in its place, and compile afterwards")
     if isinstance(vars(module).get("forward"), FunctionType):
         raise ModelError(
             f"{name or 'the model'} has a forward of its own, a function set on the instance, which calls the module "

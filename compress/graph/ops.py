@@ -412,6 +412,8 @@ def node_kind(node: fx.Node) -> str:
         return _METHODS.get(str(node.target), "unknown")
     if node.target is getattr and len(node.args) > 1:
         return _ATTRIBUTES.get(str(node.args[1]), "getattr")
+    if isinstance(node.target, type) and node.users and all(node_kind(user) == "output" for user in node.users):
+        return "output"  # torch.fx calls the class of a dataclass or NamedTuple that the network returns
     return _FUNCTIONS.get(node.target) or _BY_NAME.get(getattr(node.target, "__name__", ""), "unknown")
 
 

@@ -84,8 +84,7 @@ class OnnxGraph:
     Attributes:
         constants: initializers and results of Constant nodes, by name.
         taken: names of all tensors, with those of the graphs inside nodes, which `free` does not give.
-        consumers: the nodes that read each tensor; one that reads it twice is there twice, outputs of the graph are
-            not.
+        consumers: the nodes that read each tensor, also in their graphs, once for each time; no outputs.
         fixed: tensors that follow from constants, or from the shapes of tensors.
     """
 
@@ -100,13 +99,13 @@ class OnnxGraph:
         self.outputs = {value.name for value in graph.output}
         self.fixed = {*self.constants, ""}
         for node in graph.node:
-            for name in node.input:
+            read = inputs_of(node)
+            for name in read:
                 self.consumers.setdefault(name, []).append(node)
             for name in node.output:
                 self.producers[name] = node
             if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
                 self.constants[node.output[0]] = node.attribute[0].t
-            read = inputs_of(node)
             if node.op_type == "Shape" or (node.op_type not in RANDOM and self.fixed.issuperset(read)):
                 self.fixed.update(node.output)
 
@@ -316,6 +315,14 @@ def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def forget_shapes_of_outputs(graph: onnx.GraphProto) -> None:
+    # Without the shapes of outputs that are inputs or constants, onnx infers nothing.
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    for value in graph.output:
+        if value.name not in given:
+            value.type.tensor_type.ClearField("shape")
+
+
 def inferred_graph(
     proto: onnx.ModelProto,
     sizes: Mapping[str, Sequence[int | None]],
@@ -327,13 +334,12 @@ def inferred_graph(
     about shapes, such as computed pads, which inference does not compute.
     """
     model = without_weights(proto)
-    for value in model.graph.input:
+    for value in (*model.graph.input, *model.graph.output):
         if value.name in sizes:
             del value.type.tensor_type.shape.dim[:]
             dims = [onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes[value.name]]
             value.type.tensor_type.shape.dim.extend(dims)
-    for value in model.graph.output:
-        value.type.tensor_type.ClearField("shape")
+    forget_shapes_of_outputs(model.graph)
     if known:
         kept = [node for node in model.graph.node if not set(node.output) <= known.keys()]
         del model.graph.node[:]
@@ -371,10 +377,14 @@ def made_after(node: onnx.NodeProto, op: str, inputs: Iterable[str], output: str
 
 
 def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
-    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
-    for i, name in enumerate(node.input):
-        if name == old:
-            node.input[i] = new
+    """Make a node read tensor `new` where it read `old`, also in the graphs inside it."""
+    node.input[:] = [new if name == old else name for name in node.input]
+    for graph in subgraphs([node]):
+        if old in _captured(graph):
+            for inner in graph.node:
+                consumed_as(inner, old, new)
+            for value in graph.output:
+                value.name = new if value.name == old else value.name
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
@@ -538,6 +548,24 @@ def read_window(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequ
         pads=tuple(pads),
         ceil=bool(attributes.get("ceil_mode", 0)),
     )
+
+
+def transposed_pads(attributes: Mapping[str, Any], size: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
+    # `size` is without batch and channels, 0 = open; None if it does not tell the pads.
+    ones, zeros = [1] * len(kernel), [0] * len(kernel)
+    mode, wanted = attributes.get("auto_pad", "NOTSET"), attributes.get("output_shape", [])
+    if not wanted and mode in {"NOTSET", "VALID", ""}:
+        return [*zeros, *zeros] if mode == "VALID" else list(attributes.get("pads", [*zeros, *zeros]))
+    strides, dilations = (attributes.get(key, ones) for key in ("strides", "dilations"))
+    extra = attributes.get("output_padding", zeros)
+    size, results = (size, wanted[-len(kernel) :]) if wanted else (ones, strides)
+    parts = zip(size, kernel, strides, dilations, extra, results, strict=True)
+    total = [(n - 1) * s + (k - 1) * d + 1 + e - out for n, k, s, d, e, out in parts]
+    if wanted and (min(total) < 0 or not all(size)):
+        return None
+    less = [max(n, 0) // 2 for n in total]
+    more = [max(n, 0) - half for n, half in zip(total, less, strict=True)]
+    return [*less, *more] if mode == "SAME_UPPER" else [*more, *less]
 
 
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from onnx import external_data_helper, helper, inliner
 from onnx.shape_inference import InferenceError
 
 from compress.engines.base import Arrays
-from compress.errors import QuantizationError
+from compress.errors import CalibrationError, QuantizationError
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, axis_order, oriented_product
 from compress.onnx_graph import (
     attribute,
+    attributes_of,
     constant_tensor,
     consumed_as,
     drop_unread,
@@ -43,6 +44,7 @@ from compress.onnx_graph import (
     opset_of,
     replace_attributes,
     tensors_of,
+    transposed_pads,
     without_weights,
 )
 from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, one_image, raised
@@ -207,6 +209,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
         (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
         (plain_gemms, "the factors, transposed inputs and sums of {} Gemm operations are written apart"),
+        (explicit_pads, "the pads of {} transposed convolutions are written out"),
         (_pads_into_convolutions, "{} paddings with zeros are done by the convolutions after them"),
         (fold_constants_after_layers, "{} BatchNorm, scale and bias operations are folded into the layers before them"),
         (move_attention_scales, "the factors of query and key of {} attention products are applied after the product"),
@@ -313,6 +316,27 @@ def plain_gemms(source: SourceFile) -> int:
                 node.output[0] = index.free(added_tensor(output, "product"))
                 made.append(helper.make_node("Add", [node.output[0], added], [output]))
         return made
+
+    return index.rewrite(opened)
+
+
+def explicit_pads(source: SourceFile) -> int:
+    # OpenVINO (2026.4) misreads `auto_pad` and `output_shape` of a transposed convolution with an open batch.
+    index, kinds = Index(source), _kinds(source)
+
+    def size_of(name: str) -> list[int]:
+        return [dim.dim_value for dim in kinds[name].shape.dim[2:]] if name in kinds else []
+
+    def opened(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        given = attributes_of(node) if node.op_type == "ConvTranspose" else {}
+        kernel, size = size_of(node.input[1]) if given else [], size_of(node.input[0]) if given else []
+        if not given.keys() & {"auto_pad", "output_shape"} or not kernel or len(size) != len(kernel):
+            return None
+        pads = transposed_pads(given, size, kernel)
+        if pads is None:
+            return None
+        replace_attributes(node, auto_pad=None, output_shape=None, pads=pads)
+        return [node]
 
     return index.rewrite(opened)
 
@@ -578,6 +602,9 @@ def _is_shape(name: str, index: Index) -> bool:
 # Largest change of an output, relative to its largest value, that a rewriting of the float graph may make.
 _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
 
+# Largest difference, relative to its largest value, of a result alone and in a batch: kernels differ by the size.
+_APART = 1e-2
+
 # Change that rounding alone may make, of probabilities near zero for example.
 _ROUNDING = 1e-6
 
@@ -586,7 +613,6 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
     """Return a function that refuses other results than the file's own, which are computed beside the caller's work.
 
     The second image of the batch `feed` is computed, which shows a change as well as all of them (`results_for_one`).
-    The function raises QuantizationError, which names the output.
     """
     pool = ThreadPoolExecutor(1)
     before = pool.submit(results_for_one, original, feed)
@@ -595,17 +621,35 @@ def comparison(original: SourceFile, feed: Arrays) -> Callable[[Arrays], None]:
 
 
 def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
-    """Return the outputs of a graph for one image of a batch, or for the batch where its size is fixed."""
+    """Return a graph's outputs for one image, or for the batch where its size is fixed."""
     alone, names = one_image(source.proto, feed), known_results(source)
     return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
 
 
+def images_apart(source: SourceFile, feed: Arrays) -> bool:
+    # False for statistics of the batch, and for rows that are one set.
+    alone = one_image(source.proto, feed)
+    if alone is None:
+        return False
+    session = FloatSession(source, known_results(source), threads=max(1, core_count() // 2))
+    try:
+        both, one = (session.run(feeds) for feeds in ({key: value[:2] for key, value in feed.items()}, alone))
+    except CalibrationError:  # the open first dimension of its inputs is no batch
+        return False
+    results = [(np.asarray(both[name]), np.asarray(value)) for name, value in one.items()]
+    changes = [change_of(b, a[-len(b) :]) for a, b in results if b.dtype.kind == "f" and b.ndim]
+    return all(change <= _APART * largest + _ROUNDING for change, largest in changes)
+
+
 def change_of(expected: NDArray[Any], found: NDArray[Any]) -> tuple[float, float]:
-    """(Largest difference, largest finite magnitude expected) of two results; equal infinities do not differ."""
+    """(Largest difference, largest finite magnitude expected) of two results: equal infinities and NaNs count as 0."""
     a, b = expected.astype(np.float64), found.astype(np.float64)
     largest = float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+    if a.shape != b.shape:
+        return np.inf, largest
     with np.errstate(invalid="ignore"):
-        return float(np.abs(np.where(a == b, 0.0, a - b)).max(initial=0.0)) if a.shape == b.shape else np.inf, largest
+        change = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b)
+    return float(np.abs(change).max(initial=0.0)), largest
 
 
 def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:

@@ -40,7 +40,7 @@ from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
 from compress.onnx_graph import attribute, drop_unread, tensors_of
 from compress.onnx_ptq.calibrate import calibrate_graph
-from compress.onnx_ptq.canonical import canonical, comparison, results_for_one, shape_outputs
+from compress.onnx_ptq.canonical import canonical, comparison, images_apart, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.source import (
@@ -204,6 +204,7 @@ def _quantized(
     shape_outputs(source, first)
     looks = looks_at_layers(spec) or spec.bias_correction == "auto" or precision != "fp32"
     seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
+    source = replace(source, apart=not looks or images_apart(source, first))
     if trained is None and looks_at_layers(spec):
         rules, smoothing = scale_channels(source, first, seen, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
@@ -418,6 +419,7 @@ def _network(
     source, _ = canonical(original, opset=OPSET)
     rules: tuple[Rule, ...] = ()
     if scaled := looks_at_layers(spec):
+        source = replace(source, apart=images_apart(source, first))
         some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
         rules, _ = scale_channels(source, first, list(some), spec)
     made, index = converted(source, first), Index(source)
@@ -680,7 +682,7 @@ _BATCHES = 8
 
 def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
     """Return images of a file's batches, each alone where the file takes that, evenly spread over all."""
-    if one_image(source.proto, batches[0]) is None:
+    if not source.apart or one_image(source.proto, batches[0]) is None:
         return [batches[i * len(batches) // IMAGES] for i in range(IMAGES)] if len(batches) > IMAGES else list(batches)
     lengths = [max((len(value) for value in feed.values() if value.ndim), default=1) for feed in batches]
     places = [(feed, start) for feed, length in zip(batches, lengths, strict=True) for start in range(length)]

@@ -383,10 +383,13 @@ class _Reader:
         """Fill in the parameters of a layer, or the reason why its weight cannot be quantized."""
         made.path, name = node.name, node.input[1]
         value = self.index.value(name) if name in self.index.unchanging else None
-        if value is None:
-            given = any(value.name == name for value in self.index.graph.input)
+        parts = {"weight": name, "bias": bias}
+        unknown = next((part for part, key in parts.items() if key not in self.index.unchanging), None)
+        if value is None or unknown:
+            part = unknown or "weight"
+            given = any(value.name == parts[part] for value in self.index.graph.input)
             made.refusal = (
-                f"has a weight that {'is an input of the file' if given else 'the file computes when it runs'}"
+                f"has a {part} that {'is an input of the file' if given else 'the file computes when it runs'}"
             )
         elif self.types.get(made.name, TensorProto.FLOAT) not in FLOATS or value.dtype.name not in _FLOAT_NAMES:
             made.refusal = f"computes in {value.dtype.name}, for which Q/DQ does not exist"

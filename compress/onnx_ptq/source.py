@@ -115,6 +115,7 @@ class SourceFile:
         proto: the model; weights in other files (`external`) are not in it.
         notes: what was mended on reading, a sentence each.
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
+        apart: results of an image do not depend on the others of its batch.
     """
 
     path: Path
@@ -122,6 +123,7 @@ class SourceFile:
     external: bool = False
     notes: tuple[str, ...] = ()
     ops: tuple[Path, ...] = ()
+    apart: bool = True
 
     @property
     def folder(self) -> Path:
@@ -332,11 +334,25 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 
 
 def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: bool) -> None:
-    """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
+    """Refuse what onnx's checker refuses."""
     with library_errors(AuditError, f"{path} is not a valid ONNX file: "):
-        binary = path.suffix == ".onnx"  # its bytes are the model, which need not be made once more
-        whole = proto if mended or not binary else path.read_bytes()
-        onnx.checker.check_model(str(path) if external and not mended else whole)
+        if external:
+            onnx.checker.check_model(_with_inputs_for_weights(proto) if mended else str(path))
+        else:  # the bytes of a file .onnx are the model, which need not be made once more
+            onnx.checker.check_model(proto if mended or path.suffix != ".onnx" else path.read_bytes())
+
+
+def _with_inputs_for_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    # The checker looks for weights in other files in the folder of the process: here they are inputs.
+    copy, inputs = onnx.ModelProto(), {value.name for value in proto.graph.input}
+    copy.CopyFrom(proto)
+    del copy.graph.initializer[:]
+    for tensor in proto.graph.initializer:
+        if not external_data_helper.uses_external_data(tensor):
+            copy.graph.initializer.append(tensor)
+        elif tensor.name not in inputs:
+            copy.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return copy
 
 
 def _check_functions(path: Path, proto: onnx.ModelProto) -> None:

@@ -262,9 +262,6 @@ def convolution(b: Builder, node: onnx.NodeProto) -> Value:
 
 def transposed(b: Builder, node: onnx.NodeProto) -> Value:
     weight = constant(b, node.input[1])
-    mode = attribute(node, "auto_pad", b"NOTSET").decode()
-    if mode not in {"NOTSET", "VALID"}:
-        raise QuantizationError(f"its auto_pad is {mode}")
     form, groups = window(b, node, weight.shape[2:]), attribute(node, "group", 1)
     if form.padding is None or attribute(node, "output_shape", None):
         raise QuantizationError("its padding differs from side to side")

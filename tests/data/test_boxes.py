@@ -218,6 +218,8 @@ BAD_COCO = {
     "no box": (lambda c: c["annotations"][0].pop("bbox"), "image a.png: KeyError: 'bbox'"),
     "stray": (lambda c: c["annotations"][0].update(image_id=99), "images that it does not list: image_id 99"),
     "twice": (lambda c: c["images"].append(c["images"][0]), "lists 1 image ids more than once: 0"),
+    "two ids": (lambda c: c["images"].append({**c["images"][0], "id": 7}), "lists 1 images more than once: a.png"),
+    "one name": (lambda c: c["categories"].append({**c["categories"][0], "id": 6}), "1 categories more than once: "),
     "image id": (lambda c: c["images"][0].update(id=[1]), "images that it does not list: image_id"),
     "image_id": (lambda c: c["annotations"][0].update(image_id={}), "images that it does not list: image_id None"),
     "width": (lambda c: c["images"][0].update(width=float("inf")), "image a.png: OverflowError"),
@@ -240,6 +242,28 @@ def test_a_wrong_file_of_coco_is_named(tmp_path, case):
     file.write_text({"corrupt": "{", "deep": "[" * 100_000}.get(case, json.dumps(content)))
     with pytest.raises(DataError, match=message):
         load_data(spec(tmp_path, "coco"))
+
+
+def test_categories_of_one_name_are_told_apart_by_their_supercategory(tmp_path):
+    write_coco(tmp_path)
+    write_coco(tmp_path / "plain")
+    for file in (tmp_path / "annotations").glob("*.json"):
+        content = json.loads(file.read_text())
+        first = content["categories"][0]
+        content["categories"].append({**first, "id": 0, "supercategory": "none"})  # as Roboflow writes its root
+        first["supercategory"] = "own"
+        file.write_text(json.dumps(content))
+    data, plain = load_data(spec(tmp_path, "coco", classes=None)), load_data(spec(tmp_path / "plain", "coco"))
+    assert len(set(data.train.labels)) == 3 and f"own/{first['name']}" in data.train.labels
+    names = [
+        [
+            split.labels[i].rpartition("/")[2]
+            for target in split.load([0, 1], epoch=None, device=torch.device("cpu"))[1]
+            for i in target["labels"]
+        ]
+        for split in (data.train, plain.train)
+    ]
+    assert names[0] == names[1]
 
 
 MASK_SIZE = (24, 32)

@@ -15,7 +15,7 @@ from compress import ActivationSpec, QuantSpec, Rule, WeightSpec, audit_onnx, bu
 from compress.errors import ExportError, QuantizationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, quantize_tensor, scale_from_amax
 from compress.quantization.sensitivity import sqnr
-from tests.exact import session_options
+from tests.exact import compute, kinds_on_engine, session_options
 from tests.networks import Net, network
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -190,6 +190,16 @@ def test_all_products_run_in_8_bits_and_agree_with_fake_quantization(tmp_path, c
     (result,) = session.run(None, {"input": BIAS_X.numpy()})
     with torch.no_grad():
         assert sqnr(qmodel(BIAS_X), torch.from_numpy(result)) > 40
+
+
+def test_a_linear_layer_of_tokens_that_is_called_twice_runs_in_8_bits(tmp_path):
+    model = Net(lambda net, x: net.fc(net.a(net.a(x).relu()).relu()), a=nn.Linear(16, 16), fc=nn.Linear(16, 4)).eval()
+    x = torch.randn(3, 5, 16)
+    qmodel = quantize(model, x, [x], spec=QuantSpec(target="onnxruntime"))
+    path = export_onnx(qmodel, x, tmp_path / "model.onnx")
+    kinds = kinds_on_engine(path)
+    assert kinds.count("QGemm") + kinds.count("MatMulIntegerToFloat") == 3 and "FusedMatMul" not in kinds
+    assert sqnr(qmodel(x), torch.from_numpy(compute(path, x.numpy()))) > 40
 
 
 @pytest.mark.parametrize(("target", "precision"), [("openvino", "fp32"), ("tensorrt", "fp32"), ("onnxruntime", "fp16")])

@@ -7,14 +7,17 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper
 from torch import nn
 
 import compress
 from compress.errors import EngineError, EngineUnavailableError, ExportError
 from compress.export.names import LABELS_KEY
+from tests.exact import compute
 from tests.further import further
 from tests.networks import Net
-from tests.onnx_ptq.files import sqnr
+from tests.onnx_models import onnx_model
+from tests.onnx_ptq.files import sqnr, weights
 
 fb = pytest.importorskip("ai_edge_litert.schema_py_generated", reason="the extra litert is not installed")
 
@@ -197,6 +200,33 @@ def test_what_is_written_computes_the_same_or_is_refused(tmp_path, function, ref
             compress.export_litert(path, tmp_path / "model.tflite")
     else:
         check_results(path, images, quantized)
+
+
+# What a transposed convolution states instead of its pads, and the message where LiteRT's operator does not reach.
+STATED = [
+    ({"auto_pad": "SAME_UPPER"}, ""),
+    ({"auto_pad": "SAME_LOWER"}, ""),
+    ({"auto_pad": "VALID"}, ""),
+    ({"output_shape": [15, 17]}, ""),
+    ({"output_shape": [15, 16], "auto_pad": "SAME_UPPER"}, ""),
+    ({"output_shape": [20, 16]}, "output_shape beyond what its kernel reaches"),
+]
+
+
+@pytest.mark.parametrize(("stated", "refused"), STATED)
+def test_pads_that_a_transposed_convolution_does_not_write_out(tmp_path, stated, refused):
+    node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2], **stated)
+    model = onnx_model([node], {"x": [1, 3, 8, 8]}, {"y": None}, {"w": weights(3, 4, 3, 5)})
+    onnx.save(model, tmp_path / "m.onnx")
+    if refused:
+        with pytest.raises(ExportError, match=refused):
+            compress.export_litert(tmp_path / "m.onnx", tmp_path / "m.tflite")
+        return
+    x = np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)
+    path = compress.export_litert(tmp_path / "m.onnx", tmp_path / "m.tflite")
+    with compress.build_engine(path, "litert") as engine:
+        (found,) = engine.run({"x": x}).values()
+    np.testing.assert_allclose(found, compute(model, x), atol=1e-4)
 
 
 def test_two_engines_compute_the_same_integers(tmp_path):

@@ -269,3 +269,25 @@ def test_constants_of_nodes_are_no_results(tmp_path):
     path = saved(model_of(nodes, {}), tmp_path / "m.onnx")
     x = batches(1, size=8)[0].numpy()[:2]
     assert sqnr(results(path, x)[0], results(compress.cast_onnx(path, batches=[x]).path, x)[0]) > 60
+
+
+@pytest.mark.parametrize("form", ["cast", "litert"])
+def test_outputs_that_are_inputs_or_constants(tmp_path, form):
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv")
+    model = model_of([node], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, 8, 8))
+    model.graph.output[0].type.tensor_type.ClearField("shape")  # inferred, as scripts leave it out
+    for name, shape in (("x", ["n", 3, 8, 8]), ("w", [4, 3, 3, 3])):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    path, x = tmp_path / "m.onnx", batches(1, size=8)[0].numpy()
+    onnx.save(model, path)
+    expected = results(path, x)
+    if form == "cast":
+        got = results(compress.cast_onnx(path).path, x)
+    else:
+        pytest.importorskip("ai_edge_litert")
+        litert = compress.export_litert(path, tmp_path / "m.tflite", batch_size=len(x))
+        with compress.build_engine(litert, "litert") as engine:
+            got = list(engine.run({"x": x}).values())
+    assert sqnr(expected[0], got[0]) > 60
+    np.testing.assert_array_equal(got[1], x)
+    np.testing.assert_array_equal(got[2], expected[2])

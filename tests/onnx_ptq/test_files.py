@@ -22,7 +22,7 @@ from compress.errors import CalibrationError, DataError, ExportError
 from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
-from tests.exact import WEIGHTS, open_session
+from tests.exact import WEIGHTS, kinds_on_engine, open_session
 from tests.further import further
 from tests.networks import Net, TinyResNet, with_statistics
 from tests.onnx_models import onnx_model
@@ -187,6 +187,33 @@ def test_external_data_stay_external(tmp_path):
     whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
     np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))
     onnx.checker.check_model(str(path))
+
+
+def test_a_file_with_weights_beside_it_is_mended_from_any_folder(tmp_path):
+    nodes = [helper.make_node("Relu", ["a"], ["y"]), helper.make_node("Conv", ["x", "w"], ["a"])]  # in any order
+    model = model_of(nodes, {"w": weights(8, 3, 3, 3)}, rank=0)  # an output without its number of dimensions
+    onnx.save_model(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    path = compress.quantize_onnx(tmp_path / "m.onnx", batches(size=8))
+    x = PICTURES[:2, :, :8, :8].copy()
+    ordered = model_of(nodes[::-1], {"w": weights(8, 3, 3, 3)})
+    assert sqnr(run(ordered, x), run(path, x)) > 30
+
+
+def test_a_result_that_is_no_number_in_the_float_file_too_is_no_change(tmp_path):
+    statistics = {"g": np.ones(4), "b": np.zeros(4), "m": np.zeros(4), "v": np.ones(4)}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("BatchNormalization", ["a", *statistics], ["n"]),
+        helper.make_node("Conv", ["n", "w2"], ["c"]),
+        helper.make_node("Log", ["c"], ["y"]),
+    ]
+    constants = {"w": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1)}
+    constants |= {name: value.astype(np.float32) for name, value in statistics.items()}
+    onnx.save(model_of(nodes, constants), tmp_path / "log.onnx")
+    path = compress.quantize_onnx(tmp_path / "log.onnx", batches(size=8))
+    x = PICTURES[:2, :, :8, :8].copy()
+    expected, found = np.exp(run(tmp_path / "log.onnx", x)), np.exp(run(path, x))
+    assert np.isnan(expected).any() and sqnr(np.nan_to_num(expected), np.nan_to_num(found)) > 20
 
 
 def test_weights_in_other_files_are_read_one_at_a_time(tmp_path):
@@ -394,6 +421,54 @@ def test_a_branch_stays_float_with_its_reason(tmp_path):
     assert sqnr(run(tmp_path / "if.onnx", x), run(result.path, x)) > 25
 
 
+def test_what_a_branch_reads_too_is_integer_in_the_engine_as_the_audit_says(tmp_path):
+    inner = helper.make_graph(
+        [helper.make_node("Conv", ["r", "w2"], ["z"])], "then", [], [helper.make_tensor_value_info("z", 1, None)]
+    )
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["r"]),
+        helper.make_node("ReduceSum", ["r"], ["sum"], keepdims=0),
+        helper.make_node("Cast", ["sum"], ["yes"], to=TensorProto.BOOL),
+        helper.make_node("If", ["yes"], ["b"], then_branch=inner, else_branch=inner),
+        helper.make_node("Conv", ["b", "w3"], ["y"], name="last"),
+    ]
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1), "w3": weights(4, 4, 1, 1)}
+    onnx.save(model_of(nodes, constants), tmp_path / "if.onnx")
+    path = compress.quantize_onnx(tmp_path / "if.onnx", batches(size=8), spec=compress.QuantSpec(target="onnxruntime"))
+    rows = {row.name: row.int8 for row in compress.audit_onnx(path).rows}
+    assert rows["first"] and kinds_on_engine(path).count("QLinearConv") == sum(rows.values())
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "if.onnx", x), run(path, x)) > 25
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("ReduceMax", ["a"], ["bias"], axes=[0, 2, 3], keepdims=0),
+        helper.make_node("Conv", ["a", "w2", "bias"], ["b"], name="second"),
+        helper.make_node("GlobalAveragePool", ["b"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "w3", "given"], ["y"], transB=1, name="third"),
+    ]
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1), "w3": weights(4, 4)}
+    model = model_of(nodes, constants, rank=2)
+    model.graph.input.append(helper.make_tensor_value_info("given", TensorProto.FLOAT, [4]))
+    onnx.save(model, tmp_path / "bias.onnx")
+    given = np.array([3, -2, 1, 5], np.float32)
+    data = [(x[:2], torch.from_numpy(given)) for x in batches(size=8)]
+    result = quantize_onnx_file(tmp_path / "bias.onnx", data, spec=compress.QuantSpec(target=target))
+    x = {"x": data[0][0].numpy(), "given": -2 * given}
+    expected, found = (
+        open_session(file, optimize=False).run(None, x)[0] for file in (tmp_path / "bias.onnx", result.path)
+    )
+    assert sqnr(expected, found) > 30
+    reasons = {row.layer: row.reason for row in result.placement.decisions if row.decision == "float"}
+    assert "has a bias that the file computes when it runs" in reasons["second"]
+    assert "has a bias that is an input of the file" in reasons["third"]
+
+
 def test_functions_of_the_file_are_inlined_and_their_layers_quantized(tmp_path):
     body = [helper.make_node("Conv", ["a", "b"], ["c"]), helper.make_node("Relu", ["c"], ["d"])]
     function = helper.make_function("own", "Layer", ["a", "b"], ["d"], body, [helper.make_opsetid("", 17)])
@@ -478,13 +553,21 @@ def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 25
 
 
-def test_circular_padding_is_read_by_openvino(tmp_path):
-    nodes = [
+SIZES = [{"auto_pad": "SAME_UPPER"}, {"auto_pad": "SAME_LOWER"}, {"output_shape": [15, 16]}]
+PADDED = {
+    "wrap": [
         helper.make_node("Pad", ["x", "amounts"], ["p"], mode="wrap"),
         helper.make_node("Conv", ["p", "w"], ["y"], name="convolution"),
-    ]
-    constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5)}
-    onnx.save(model_of(nodes, constants, opset=19), tmp_path / "float.onnx")
+    ],
+    **{str(size): [helper.make_node("ConvTranspose", ["x", "t"], ["y"], strides=[2, 2], **size)] for size in SIZES},
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_is_read_by_openvino(tmp_path, case):
+    nodes = PADDED[case]
+    constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5), "t": weights(3, 8, 3, 5)}
+    onnx.save(model_of(nodes, constants, opset=19, shape=("n", 3, 8, 8)), tmp_path / "float.onnx")
     path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=compress.QuantSpec(target="openvino"))
     x = PICTURES[:2, :, :8, :8].copy()
     with compress.build_engine(path, "openvino", precision="f32") as engine:

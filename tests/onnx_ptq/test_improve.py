@@ -408,6 +408,19 @@ def test_biases_make_up_for_the_mean_error(tmp_path, target, depthwise, reader):
     assert error["auto"] < 0.5 * error[None]
 
 
+@pytest.mark.parametrize("reader", ["file", "torch"])
+def test_images_that_depend_on_their_batch_are_looked_at_in_it(tmp_path, reader):
+    def of_set(net, x):  # rows that are one set, to which its mean is added
+        x = net.first(x).relu()
+        return net.last(net.middle(x + 9 * x.mean(0)).relu())
+
+    torch.manual_seed(0)
+    sizes = {"first": (32, 16), "middle": (16, 16), "last": (16, 8)}
+    model, x = Net(of_set, **{name: nn.Linear(*size) for name, size in sizes.items()}), torch.randn(4, 32)
+    *results, _ = quantized(model, tmp_path, x, reader, target="tensorrt")
+    assert sqnr(*results) > 30  # 42 without bias_correction
+
+
 def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
     # ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each.
     model, x = Excited(), torch.cat(batches(8))

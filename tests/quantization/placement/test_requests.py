@@ -1,6 +1,8 @@
 # Which tensors a layer asks for, and through which operations a request goes back, on networks of a few nodes.
 
 import operator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 
 import compress
 from compress.errors import QuantizationError, RecipeError
+from compress.graph.inputs import flat_tensors
+from compress.quantization import TARGETS
 from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.place import place
 from compress.recipe.tree import parse_recipe
@@ -343,6 +347,38 @@ def test_results_of_the_model_and_sizes_do_not_read_quantized_tensors():
     (site,) = [site for site in result.activations if site.edges[0][0] == "first"]
     assert {consumer for _, consumer in site.edges} == {"last", "reshape"}
     assert rules(result, "last") == ["output stays float"]
+
+
+class Pair(NamedTuple):
+    scores: torch.Tensor
+    features: torch.Tensor
+
+
+@dataclass
+class Result:
+    scores: torch.Tensor
+    features: torch.Tensor
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_results_in_a_class_get_the_quantizers_of_results_in_a_tuple(target):
+    def placed(form):
+        torch.manual_seed(0)
+        layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3), "fc": nn.Conv2d(8, 4, 1)}
+
+        def run(net, x):
+            features = net.b(net.a(x).relu()).relu()
+            return form(net.fc(features), features)
+
+        x = torch.randn(2, 3, 8, 8)
+        qmodel = compress.quantize(Net(run, **layers).eval(), x, [x], spec=compress.QuantSpec(target=target))
+        return qmodel.placement.decisions, flat_tensors(qmodel(x))
+
+    expected, results = placed(lambda a, b: (a, b))
+    for form in (Pair, Result):
+        decisions, found = placed(form)
+        assert decisions == expected
+        assert all(torch.equal(a, b) for a, b in zip(results, found, strict=True))
 
 
 def test_rows_are_in_the_order_of_the_graph():

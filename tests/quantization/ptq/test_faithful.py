@@ -106,6 +106,9 @@ def test_a_function_set_as_forward_is_refused():
     model.b.forward = lambda x: own(x) * 3
     with pytest.raises(ModelError, match="b has a forward of its own"):
         quantize(model.eval(), IMAGE, [IMAGE])
+    model.b = torch.compile(conv(), backend="eager")
+    with pytest.raises(ModelError, match="b is compiled .* set its ._orig_mod"):
+        quantize(model.eval(), IMAGE, [IMAGE])
 
 
 @pytest.mark.parametrize("features", [8, 6])
