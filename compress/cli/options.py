@@ -213,7 +213,7 @@ class FormOptions:
 
 
 def _form_in(file: Path, layout: str | None) -> Preprocessing:
-    """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""; None: its layout."""
+    """The preprocessing in the metadata, else that of the shape, whose `resize` is ""."""
     import onnx  # lazy: most commands read no file
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # lazy: with onnx
 

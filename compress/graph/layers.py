@@ -69,8 +69,7 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Those of `tensor_args`, each as often as it is given."""
-    found: list[fx.Node] = []
+    found: list[fx.Node] = []  # a tensor as often as it is given
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return [n for n in found if n.meta.get("shape") is not None]
 
@@ -141,7 +140,7 @@ def _matmul_macs(node: fx.Node) -> Macs | None:
 
 
 def _einsum_macs(node: fx.Node) -> Macs | None:
-    """Every letter is a loop; of more than two operands the order of the products is not known."""
+    # Every letter is a loop; of more than two operands the order of the products is not known.
     factors = _operands(node)
     shapes = [factor.meta["shape"] for factor in factors]
     written = written_out(str(node.args[0]), [len(shape) for shape in shapes])
