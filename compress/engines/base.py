@@ -291,6 +291,8 @@ class Engine(ABC):
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
     """Refuse inputs that do not fit; return them contiguous, in the engine's order. -1 takes any size from 1."""
     names = [tensor.name for tensor in expected]
+    if not isinstance(inputs, Mapping):
+        raise EngineError(f"{label}: inputs is a {type(inputs).__name__}: give arrays by name ({', '.join(names)})")
     for name in inputs:
         if name not in names:
             raise EngineError(f"{label}: unknown input {name!r}{near_misses(name, names)} (inputs: {', '.join(names)})")
