@@ -188,7 +188,12 @@ class FormOptions:
             "--std", help="Images: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX
         ),
     ] = None
-    layout: Annotated[str, typer.Option("--layout", help="Images: NCHW or NHWC.", rich_help_panel=_ONNX)] = "NCHW"
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout", help="Images: NCHW or NHWC; default as the input's shape says.", rich_help_panel=_ONNX
+        ),
+    ] = None
     channels: Annotated[str, typer.Option("--channels", help="Images: RGB or BGR.", rich_help_panel=_ONNX)] = "RGB"
 
     def of(self, file: Path) -> Preprocessing:
@@ -196,19 +201,19 @@ class FormOptions:
         resize, layout, channels = self.resize, self.layout, self.channels
         if resize not in (None, *get_args(Resize)):
             raise RecipeError(f"--resize is {resize!r} (one of: {', '.join(get_args(Resize))})")
-        if layout not in ("NCHW", "NHWC") or channels not in ("RGB", "BGR"):
+        if layout not in (None, "NCHW", "NHWC") or channels not in ("RGB", "BGR"):
             raise RecipeError(
                 f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR"
             )
-        form = replace(_form_in(file, layout), layout=layout, channels=channels)
+        form = replace(_form_in(file, layout), channels=channels)
         height, width = form.height_width if self.size is None else sides_of(self.size)
         resize = resize or form.resize or ("crop" if height == width else "squash")
         form = replace(form, image_size=(height, width), resize=resize)
         return replace(form, mean=_numbers("mean", self.mean, form.mean), std=_numbers("std", self.std, form.std))
 
 
-def _form_in(file: Path, layout: str) -> Preprocessing:
-    """The preprocessing in the metadata of the file, else that of its shape, whose `resize` is ""."""
+def _form_in(file: Path, layout: str | None) -> Preprocessing:
+    """The preprocessing in the metadata, else that of the shape, whose `resize` is ""."""
     import onnx  # lazy: most commands read no file
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # lazy: with onnx
 
@@ -218,13 +223,16 @@ def _form_in(file: Path, layout: str) -> Preprocessing:
         raise EngineError(f"{file}: not an ONNX model, or a truncated one ({error}); export it again") from None
     text = next((entry.value for entry in found.metadata_props if entry.key == PREPROCESSING_KEY), None)
     if text is not None:
-        return Preprocessing.from_json(text)
+        form = Preprocessing.from_json(text)
+        return replace(form, layout=layout or form.layout)
     weights = {tensor.name for tensor in found.graph.initializer}
     first = next((value for value in found.graph.input if value.name not in weights), None)
     shape = [] if first is None else [dim.dim_value for dim in first.type.tensor_type.shape.dim]
+    layout = layout or ("NHWC" if shape[1:] and shape[1] != 3 and shape[-1] == 3 else "NCHW")
     sides = shape[2:] if layout == "NCHW" else shape[1:3]
     known = len(shape) == 4 and min(sides) > 0
-    return Preprocessing(image_size=(sides[0], sides[1]) if known else 224, crop_ratio=0.875, resize="")
+    size = (sides[0], sides[1]) if known else 224
+    return Preprocessing(image_size=size, crop_ratio=0.875, resize="", layout=layout)
 
 
 def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:

@@ -136,7 +136,9 @@ def _show_file(file: Path, values: Mapping[str, str]) -> None:
             form.height_width, form.mean, form.std, resize=form.resize, crop_ratio=form.crop_ratio
         )
         known = " (ImageNet's)" if (form.mean, form.std) == IMAGENET else ""
-        text = f"{form.channels}, {form.layout}: {words}{known}; --size, --resize, --mean and --std change this"
+        text = (
+            f"{form.channels}, {form.layout}: {words}{known}; --size, --resize, --layout, --mean and --std change this"
+        )
     show(
         {
             "network": f"{file}, {file.stat().st_size / 1e6:.3g} MB",

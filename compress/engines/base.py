@@ -288,9 +288,17 @@ class Engine(ABC):
         self.close()
 
 
+def check_engine(given: object) -> None:
+    if not isinstance(given, Engine):
+        what = given if isinstance(given, (str, Path)) else f"a {type(given).__name__}"
+        raise EngineError(f"{what} is no engine: give compress.build_engine(FILE, NAME), or a TorchEngine of a model")
+
+
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
     """Refuse inputs that do not fit; return them contiguous, in the engine's order. -1 takes any size from 1."""
     names = [tensor.name for tensor in expected]
+    if not isinstance(inputs, Mapping):
+        raise EngineError(f"{label}: inputs is a {type(inputs).__name__}: give arrays by name ({', '.join(names)})")
     for name in inputs:
         if name not in names:
             raise EngineError(f"{label}: unknown input {name!r}{near_misses(name, names)} (inputs: {', '.join(names)})")

@@ -10,6 +10,7 @@ from typing import cast
 from torch import Tensor, fx
 
 from compress.graph.ops import TRAITS, node_kind, node_module
+from compress.graph.spelled import written_out
 
 Shape = tuple[int, ...]
 
@@ -65,6 +66,12 @@ def total_macs(items: tuple[Layer, ...]) -> tuple[int, tuple[str, ...]]:
 def tensor_args(node: fx.Node) -> list[fx.Node]:
     """The nodes among a node's arguments (also in lists) whose value is a tensor."""
     return [n for n in node.all_input_nodes if n.meta.get("shape") is not None]
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []  # a tensor as often as it is given
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return [n for n in found if n.meta.get("shape") is not None]
 
 
 def _layer(node: fx.Node) -> Layer:
@@ -125,16 +132,33 @@ def _weight_macs(node: fx.Node) -> Macs | None:
 
 
 def _matmul_macs(node: fx.Node) -> Macs | None:
-    factors = tensor_args(node)[1 if node_kind(node) == "addmm" else 0 :]  # the first argument is added to the product
+    factors = _operands(node)[1 if node_kind(node) == "addmm" else 0 :]  # the first argument is added to the product
     if len(factors) < 2:
         return None
     macs = math.prod(node.meta["shape"]) * factors[0].meta["shape"][-1]
     return (macs, 0) if any(n.op == "get_attr" for n in factors) else (0, macs)
 
 
+def _einsum_macs(node: fx.Node) -> Macs | None:
+    # Every letter is a loop; of more than two operands the order of the products is not known.
+    factors = _operands(node)
+    shapes = [factor.meta["shape"] for factor in factors]
+    written = written_out(str(node.args[0]), [len(shape) for shape in shapes])
+    if written is None or len(factors) > 2:
+        return None
+    sizes: dict[str, int] = {}
+    sides, _, result = written.partition("->")
+    for letters, shape in zip(sides.split(","), shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    summed = len(factors) == 2 and not {*sizes} <= {*result}
+    macs = math.prod(sizes.values()) if summed else 0
+    return (macs, 0) if any(n.op == "get_attr" for n in factors) else (0, macs)
+
+
 def _attention_macs(node: fx.Node) -> Macs | None:
     """Projections and both products of nn.MultiheadAttention, or both products of scaled_dot_product_attention."""
-    shapes = [n.meta["shape"] for n in tensor_args(node)]
+    shapes = [n.meta["shape"] for n in _operands(node)]
     if node.op != "call_module":
         if len(shapes) < 3:
             return None
@@ -144,8 +168,6 @@ def _attention_macs(node: fx.Node) -> Macs | None:
     width: int = module.embed_dim  # type: ignore[assignment]
     kdim: int = module.kdim  # type: ignore[assignment]
     vdim: int = module.vdim  # type: ignore[assignment]
-    if len(shapes) == 1:  # query, key and value are one tensor
-        shapes = shapes * 3
     query, key = shapes[0], shapes[1]
     length = 1 if getattr(module, "batch_first", False) else 0
     batch = math.prod(query[:-1]) // query[length]
@@ -167,6 +189,7 @@ _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "linear": _weight_macs,
     "matmul": _matmul_macs,
     "addmm": _matmul_macs,
+    "einsum": _einsum_macs,
     "attention": _attention_macs,
     "window_attention": _window_attention_macs,
 }

@@ -141,7 +141,7 @@ def _is_telling(node: fx.Node) -> bool:
     kind = node_kind(node)
     if node.op != "call_module" and _name(node).endswith("_"):
         return False  # an operation in place: its operand no longer has its value afterwards
-    return kind in _TELLING or (kind == "unknown" and node.op != "call_module" and _name(node) == "erf")
+    return kind in _TELLING or (kind == "function" and _name(node) == "erf")
 
 
 def activations_in_one(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ def oriented_product(equation: str, ranks: list[int], fixed: list[bool]) -> tupl
     """
     if len(ranks) != 2:
         return None
-    written = _without_ellipsis(equation.replace(" ", ""), ranks)
+    written = written_out(equation, ranks)
     if written is None:
         return None
     swapped = fixed[0] and not fixed[1]
@@ -256,14 +256,14 @@ def oriented_product(equation: str, ranks: list[int], fixed: list[bool]) -> tupl
 
 
 def axis_order(equation: str, ranks: list[int]) -> tuple[int, ...] | None:
-    written = _without_ellipsis(equation.replace(" ", ""), ranks) if len(ranks) == 1 else None
+    written = written_out(equation, ranks) if len(ranks) == 1 else None
     axes, _, result = (written or "").partition("->")
     return tuple(map(axes.index, result)) if axes and sorted(axes) == sorted({*result}) == sorted(result) else None
 
 
-def _without_ellipsis(equation: str, ranks: list[int]) -> str | None:
+def written_out(equation: str, ranks: list[int]) -> str | None:
     """Write an ellipsis as letters, and the result where it is left out; None if a rank would have to be known."""
-    sides, arrow, result = equation.partition("->")
+    sides, arrow, result = equation.replace(" ", "").partition("->")
     operands = sides.split(",")
     if len(operands) != len(ranks):
         return None

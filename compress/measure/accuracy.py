@@ -14,7 +14,7 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from compress.data.base import Preprocessing
-from compress.engines.base import Engine
+from compress.engines.base import Engine, check_engine
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, logits_output
 from compress.graph.inputs import flat_tensors, split_batch
@@ -25,6 +25,7 @@ from compress.tasks.base import Evidence, Hits, everything
 
 
 def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
+    check_engine(engine)
     if preprocessing is None:
         return []
     text = engine.metadata.get(PREPROCESSING_KEY)

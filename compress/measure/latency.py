@@ -31,7 +31,7 @@ from compress.data.decode import (
     resized,
 )
 from compress.engines import build_engine
-from compress.engines.base import Engine, TensorInfo, load_onnx, shape_text
+from compress.engines.base import Engine, TensorInfo, check_engine, load_onnx, shape_text
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, find_module
 from compress.kernels.resample import resample
@@ -263,6 +263,12 @@ def check_numbers(where: str, *, batch_size: int, warmup: int, runs: int, second
 
 
 def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Engine]:
+    if not isinstance(engines, (Mapping, Sequence)) or isinstance(engines, str):
+        raise EngineError(
+            f"engines is a {type(engines).__name__}: give a list of engines, or a mapping of labels to them"
+        )
+    for engine in engines.values() if isinstance(engines, Mapping) else engines:
+        check_engine(engine)
     named = dict(engines) if isinstance(engines, Mapping) else {engine.info.label: engine for engine in engines}
     if len(named) != len(engines):
         labels = [engine.info.label for engine in engines if isinstance(engine, Engine)]

@@ -750,6 +750,9 @@ OPERATORS: dict[str, Converter] = {
             ("LessOrEqual", "le"),
             ("Greater", "gt"),
             ("GreaterOrEqual", "ge"),
+            ("And", "and_"),
+            ("Or", "or_"),
+            ("Xor", "xor"),
         )
     },
     **{
@@ -769,6 +772,11 @@ OPERATORS: dict[str, Converter] = {
             ("Neg", torch.neg),
             ("Abs", torch.abs),
             ("Floor", torch.floor),
+            ("Ceil", torch.ceil),
+            ("Round", torch.round),
+            ("Softsign", F.softsign),
+            ("Tan", torch.tan),
+            ("Atan", torch.atan),
             ("Sin", torch.sin),
             ("Cos", torch.cos),
             ("Not", torch.logical_not),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.graph.ops import kinds
+from compress.graph.spelled import written_out
 from compress.receptive.fields import (
     IDENTITY,
     Call,
@@ -467,12 +468,12 @@ def _reduced(bound: Tensor, dims: Sequence[int]) -> Tensor:
 
 def _einsum(call: Call) -> Field:
     """Reduce every operand over letters missing in the result."""
-    equation, *_ = call.args
-    operands = call.operands()
-    letters, _, result = str(equation).replace(" ", "").partition("->")
+    equation, operands = call.args[0], call.operands()
+    written = written_out(str(equation), [len(field.shape) for field in operands])
+    letters, _, result = (written or "").partition("->")
     terms = letters.split(",")
-    if "." in equation or not result or len(terms) != len(operands) or any(len(set(t)) < len(t) for t in terms):
-        raise NoRuleError(f"its equation {equation!r} has no explicit result, an ellipsis or a diagonal")
+    if written is None or any(len(set(t)) < len(t) for t in terms):
+        raise NoRuleError(f"its equation {equation!r} has an ellipsis of several lengths, or a diagonal")
     shape = call.result_shape()
     parts = [
         [_arranged(bound, term, result) for bound in field.bounds] for term, field in zip(terms, operands, strict=True)
@@ -553,7 +554,8 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "normalize": _normalize,
     "vector_norm": _vector_norm,
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
-    **dict.fromkeys(("mean", "sum", "max", "min"), _reduce),
+    **dict.fromkeys(("mean", "sum", "max", "min", "var"), _reduce),
+    "zeros": lambda call: torch.zeros(call.result_shape()),
     **dict.fromkeys(("matmul", "addmm"), _product),
     "einsum": _einsum,
     "attention": _attention,

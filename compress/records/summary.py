@@ -111,8 +111,8 @@ def shown_rows(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
 def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     """The network to ship and the reason; None if nothing was measured beside float.
 
-    It is the compressed network of the best metric, at equal metrics the faster one, on the first engine that measured
-    one, in the precision in which that engine runs float fastest; float, if that is slower than float.
+    It is the network of the best metric, at equal metrics the faster one, of those smaller or faster than float on the
+    first engine that measured one, in the precision in which it runs float fastest; float, if that is slower.
     """
     metrics = tuple(metrics)
     rows, judged = [row for row in summary_table(metrics) if row.score is not None], judged_by(metrics)
@@ -125,7 +125,11 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     here = {row.variant: row for row in rows if (row.engine, row.batch_size) == (place.engine, place.batch_size)}
     before = here.pop(Variant.FLOAT, None)
     sign = 1 if judged.direction == "higher" else -1
-    best = max(here.values(), key=lambda row: (sign * float(scored(row.score, row.unit).replace(",", "")), _gain(row)))
+    gained = [row for row in here.values() if _gain(row) * _SLOWER > 1 or (row.size_ratio or 1.0) < _SLOWER]
+    best = max(
+        gained or here.values(),
+        key=lambda row: (sign * float(scored(row.score, row.unit).replace(",", "")), _gain(row)),
+    )
     where = f"on {display(best.engine)}{'' if best.batch_size is None else f', batch {best.batch_size}'}"
     if before is not None and _gain(best) < _SLOWER:
         return Variant.FLOAT, f"{display(best.variant)} is {1 / _gain(best):.2f}x slower than float {where}"
@@ -136,7 +140,7 @@ def best_variant(metrics: Iterable[Metric]) -> tuple[str, str] | None:
     return best.variant, f"{speed}{judged.title} {judged.text(best.score or 0.0)}{beside}{size}"
 
 
-_SLOWER = 0.95  # a network counts as slower than float from 5 % on
+_SLOWER = 0.95  # a network counts as slower, faster or smaller than float from 5 % on
 
 
 def _gain(row: SummaryRow) -> float:

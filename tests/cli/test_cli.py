@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 SAID = (
     "input    RGB, NCHW: centre crop of 20 x 20 after resizing to 23, mean 0.485, 0.456, 0.406, std 0.5; --size, "
-    "--resize, --mean and --std change this"
+    "--resize, --layout, --mean and --std change this"
 )
 
 

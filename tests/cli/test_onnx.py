@@ -441,6 +441,13 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
     assert FormOptions(size="12", mean="0.5").of(file).image_size == (12, 12)
     plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
     assert FormOptions().of(plain) == Preprocessing(image_size=(20, 20), crop_ratio=0.875)
+    last = onnx.load(plain)  # channels last, as TensorFlow's are
+    for dim, side in zip(last.graph.input[0].type.tensor_type.shape.dim[1:], (12, 24, 3), strict=True):
+        dim.dim_value = side
+    onnx.save(last, plain)
+    found = read_input(tmp_path / "a.png", FormOptions(mean="0.5,0.4,0.3", std="0.2,0.3,0.4").of(plain))
+    assert found.shape == (12, 24, 3) and found.is_contiguous()
+    assert FormOptions(layout="NCHW").of(plain).layout == "NCHW"
 
 
 def test_hidden_files_are_no_pictures(floats):

@@ -203,6 +203,7 @@ def test_outputs_have_the_files_names_and_order(tmp_path, name):
         ({"input": images(3)}, r"shape \(3, 3, 8, 8\)"),
         ({"input": images()[0]}, r"shape \(3, 8, 8\)"),
         ({"input": images().tolist()}, "give a numpy array"),
+        (images(), r"inputs is a ndarray: give arrays by name \(input\)"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(tmp_path, name, inputs, message):

@@ -66,10 +66,14 @@ BY_SPELLING = {
     torch.transpose: (1, 2),
     torch.permute: ((0, 2, 1, 3),),
     torch.swapaxes: (1, 2),
+    torch.swapdims: (1, 2),
+    torch.moveaxis: (1, 2),
     torch.movedim: (1, 2),
     "transpose": (1, 2),
     "permute": (0, 2, 1, 3),
     "swapaxes": (1, 2),
+    "swapdims": (1, 2),
+    "moveaxis": (1, 2),
     "movedim": (1, 2),
     torch.unsqueeze: (1,),
     "unsqueeze": (1,),
@@ -88,6 +92,11 @@ BY_SPELLING = {
     "clamp": (-0.5, 0.5),
     "clamp_": (-0.5, 0.5),
     "clip": (-0.5, 0.5),
+    torch.clamp_min: (-0.5,),
+    torch.clamp_max: (0.5,),
+    "clamp_min": (-0.5,),
+    "clamp_max": (0.5,),
+    F.threshold: (0.5, 0.25),
     "new_zeros": ((2, 8, 4, 4),),
     F.batch_norm: "statistics",
     F.layer_norm: ((4,),),
@@ -339,6 +348,27 @@ def test_hand_count():
     assert up.macs == 2 * 8 * 4 * 4 * 4 * 4
     assert (conv.weight_elements, conv.bias_elements, conv.kernel) == (216, 8, (3, 3))
     assert (conv.input_shapes, conv.output_shape) == (((2, 3, 8, 8),), (2, 8, 4, 4))
+
+
+PRODUCTS = {
+    "bghid,bghjd->bghij": lambda f, x: f(x, x + 1),
+    "ellipsis": lambda f, x: torch.einsum("...ij,...kj", x, x.relu()),
+    "no sum": lambda f, x: f(x, x) + torch.einsum("bghij,j->bghij", f(x, x), x[0, 0, 0, 0, :3]),
+    "spaces, to a number": lambda f, x: torch.einsum("b g h i d, b g h i d -> b", x, x.relu()),
+    "one tensor, twice": lambda f, x: f(x, x),
+    "matmul of one tensor": lambda f, x: x[..., :3] @ x[..., :3],
+    "attention to itself": lambda f, x: F.scaled_dot_product_attention(x[0], x[0], x[0]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_two_tensors_are_counted_as_torch_does(name):
+    function, x = PRODUCTS[name], torch.randn(2, 3, 2, 3, 5)
+    net = Net(lambda net, x: function(lambda a, b: torch.einsum("bghid,bghjd->bghij", a, b), x))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(x)
+    macs, unknown = total_macs(layers(trace(net, x)))
+    assert unknown == () and 2 * macs == counter.get_total_flops() > 0
 
 
 def test_unknown_is_not_zero():

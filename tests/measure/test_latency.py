@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from compress import QuantSpec, TorchEngine, build_engine, export_onnx, measure_latency, quantize
+from compress import QuantSpec, TorchEngine, build_engine, export_onnx, measure_accuracy, measure_latency, quantize
 from compress.errors import EngineError
 from compress.measure.latency import (
     RUNS_PER_TURN,
@@ -138,6 +138,13 @@ def test_refusals(tmp_path):
     with pytest.raises(EngineError, match="two engines have one label"):
         measure_latency([one, GivenEngine(lambda x: x)])
     assert len(measure_latency({"a": one, "b": one}, runs=1)) == 2
+    with pytest.raises(EngineError, match="give a list of engines"):
+        measure_latency(one)
+    for wrong, words in (("a.onnx", r"a\.onnx is no engine"), (torch.nn.Identity(), "a Identity is no engine")):
+        with pytest.raises(EngineError, match=words):
+            measure_latency([wrong])
+        with pytest.raises(EngineError, match=words):
+            measure_accuracy(wrong, [])
     with pytest.raises(EngineError, match="no engine to measure"):
         measure_latency([])
     for name, value in (("batch_size", 0), ("warmup", -1), ("runs", 0), ("seconds", 0), ("seconds", float("nan"))):

@@ -93,6 +93,22 @@ def test_refusals_name_the_operator(tmp_path, node, words):
         compress.from_onnx(tmp_path / "m.onnx")
 
 
+@pytest.mark.parametrize("operator", ["Ceil", "Round", "Softsign", "Tan", "Atan", "And", "Or", "Xor"])
+def test_plain_operators_compute_what_onnx_runtime_does(tmp_path, operator):
+    nodes, constants = [helper.make_node(operator, ["x"], ["y"])], {}
+    if operator in {"And", "Or", "Xor"}:
+        nodes = [
+            *(helper.make_node(name, ["x", "one"], [name]) for name in ("Greater", "Less")),
+            helper.make_node(operator, ["Greater", "Less"], ["both"]),
+            helper.make_node("Cast", ["both"], ["y"], to=TensorProto.FLOAT),
+        ]
+        constants = {"one": np.ones((), np.float32)}
+    onnx.save(model_of(nodes, constants, shape=(2, 3, 4, 4)), tmp_path / "m.onnx")
+    x = torch.arange(-48, 48).reshape(2, 3, 4, 4) / 4  # halves too, which are rounded to even
+    found = compress.from_onnx(tmp_path / "m.onnx", x)(x)
+    np.testing.assert_allclose(found.numpy(), run(tmp_path / "m.onnx", x.numpy()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["double", "float16", "bfloat16"])
 def test_casts_of_inputs_and_to_half_and_back(tmp_path, dtype):
     # The network takes the types of the file, and rounds where it does.

@@ -49,6 +49,8 @@ def test_squeeze_and_excite_is_global_and_keeps_its_local_size():
         lambda x: torch.nn.functional.instance_norm(x),
         lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2),
         lambda x: torch.einsum("nchw,ncij->nhwij", x, x).sum((3, 4)),
+        lambda x: torch.einsum("...hw, ...ij -> ...hw", x, x),
+        lambda x: x.std((2, 3)),
     ],
 )
 def test_operations_over_all_positions_are_global(head):
@@ -56,6 +58,15 @@ def test_operations_over_all_positions_are_global(head):
     row = table(Net(lambda net, x: head(net.conv(x)), conv=nn.Conv2d(3, 6, 3)), 1, 3, 12, 12).rows[-1]
     assert row.status == "global"
     assert row.seen == (12, 12)
+
+
+def test_functions_of_one_element_widen_nothing():
+    def run(net, x):
+        y = net.conv(x).abs().clamp_min(0.1).reciprocal() - abs(torch.floor(net.conv(x)))
+        return y.true_divide(2.0).double().swapdims(2, 3).erf() + torch.zeros_like(x[:, :1, 2:, 2:])
+
+    row = table(Net(run, conv=nn.Conv2d(3, 6, 3)), 1, 3, 12, 12).rows[-1]
+    assert (row.status, row.local_size) == ("exact", (3, 3))
 
 
 def test_pooling_one_axis_is_global_on_that_axis_only():

@@ -478,6 +478,22 @@ def test_the_network_to_ship_has_the_best_metric_then_the_best_time(ptq, qat, be
     assert "faster" not in best_variant(metrics_of(*busy))[1]  # nor is float in f32 what it is compared with then
 
 
+@pytest.mark.parametrize("status", ["complete", "partial"])
+def test_a_network_that_is_neither_smaller_nor_faster_is_not_shipped_for_its_metric(status):
+    rows = []
+    for variant, score, time, size in (
+        ("float", 91.0, 4.0, 40),
+        ("sparse", 91.4, 4.0, 40),
+        ("sparse_ptq", 91.3, 2.0, 10),
+    ):
+        rows.append(metric("top1", variant, "openvino (f32)", score, "%"))
+        rows.append(metric("file_bytes", variant, "", size, "bytes"))
+        timed = metric("p50_ms", variant, "openvino (f32)", time, "ms", batch_size=1)
+        rows.append(timed | {"status": status, "reason": "" if status == "complete" else "busy"})
+    chosen, reason = best_variant(metrics_of(*rows))
+    assert chosen == "sparse_ptq" and reason.endswith("top-1 91.30 % (float 91.00 %), 0.25 of the file")
+
+
 def test_float_is_shipped_where_nothing_is_faster():
     rows = [metric("top1", v, "openvino (f32)", 90.0, "%") for v in ("float", "ptq")]
     rows += [metric("p50_ms", v, "openvino (f32)", t, "ms", batch_size=1) for v, t in (("float", 2.0), ("ptq", 3.0))]

@@ -13,6 +13,7 @@ Methods that make the network worse than plain PTQ on calibration images are tak
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,7 +61,7 @@ from compress.quantization.ptq.bias_correction import (
 from compress.quantization.ptq.on_images import Scaled, looks_at_layers, place_on_images, scale_channels
 from compress.quantization.ptq.rescaling import smooth
 from compress.quantization.ptq.rounding import Rounder, reconstruct
-from compress.quantization.ptq.walk import Visit, some_of, walk
+from compress.quantization.ptq.walk import FAILURES, Visit, some_of, walk
 from compress.quantization.report import (
     DEFAULT_CALIBRATOR,
     CalibrationReport,
@@ -277,13 +278,15 @@ def _apart(
     shared = shared_tensors(placement)
     if not shared:
         return ()
-    inputs = as_inputs(example_inputs) if iter(batches) is batches else model_inputs(graph_module, next(iter(batches)))
+    first = None if iter(batches) is batches else next(iter(batches), None)
+    inputs = as_inputs(example_inputs) if first is None else model_inputs(graph_module, first)
     found: dict[str, float] = {}
 
     def note(name: str, x: Tensor) -> None:
         found[name] = float(x.abs().max()) if x.numel() else 0.0
 
-    Watching(graph_module, frozenset(shared), note).run(*inputs)
+    with contextlib.suppress(*FAILURES):  # calibration meets the same batch, and describes it
+        Watching(graph_module, frozenset(shared), note).run(*inputs)
     ranges = torch.tensor([found.get(name, 0.0) for name in shared], device=device_of(graph_module))
     if all_reduce:  # every process decides alike
         torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MAX)

@@ -120,7 +120,7 @@ IMAGES = 32
 # Batches that are looked at where they cannot be split into images.
 _BATCHES = 8
 # Errors that torch raises for inputs of the wrong shape or type.
-_FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 def some_of(batches: Batches) -> tuple[list[Any], Batches]:
@@ -176,11 +176,11 @@ def _found(
     try:
         if _alone_as_together(graph_module, batches[0]):
             return work(list(_images(graph_module, batches)))
-    except _FAILURES:  # the first dimension of its inputs is no batch
+    except FAILURES:  # the first dimension of its inputs is no batch
         pass
     try:
         return work([model_inputs(graph_module, batch) for batch in batches[:_BATCHES]])
-    except _FAILURES:  # calibration meets the same batch, and describes it
+    except FAILURES:  # calibration meets the same batch, and describes it
         return None
 
 

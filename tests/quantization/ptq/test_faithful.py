@@ -420,6 +420,13 @@ def test_other_types_batches_and_specs_are_refused(dtype, batches, spec, error, 
         quantize(network().to(dtype), X[:2].to(dtype), batches, spec=spec)
 
 
+@pytest.mark.parametrize("batches", [[], [WRONG_BATCHES[0]], [WRONG_BATCHES[2]]])
+def test_batches_of_a_network_with_a_concat_are_refused_alike(batches):
+    model = Net(lambda net, x: net.b(torch.cat([net.a(x), x], 1)), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(7, 4, 1))
+    with pytest.raises(CalibrationError, match="`batches` was empty|fails on a calibration batch"):
+        quantize(model, X[:2], batches, spec=MAX)
+
+
 def root():
     return Net(
         lambda net, x: net.fc(F.conv2d(x, net.kernel).relu().mean((2, 3))),
