@@ -148,7 +148,7 @@ def run_program(content: bytes, inputs: Sequence[Tensor]) -> list[NDArray[np.gen
 
 
 def loaded() -> ModuleType:
-    """The library in C++ alone; its Python form imports the exporter, for ten seconds."""
+    # The library in C++ alone: its Python form imports the exporter, for ten seconds.
     return imported("executorch.extension.pybindings._C")
 
 

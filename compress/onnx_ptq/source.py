@@ -176,11 +176,9 @@ def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path
 
 
 def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Mend what ONNX Runtime loads and the standard forbids, in place; return a sentence for each kind.
-
-    ONNX Runtime's own optimizer writes LayerNormalization into files of any opset, exporters leave out the shapes of
-    outputs, and scripts append nodes in any order.
-    """
+    """Mend what ONNX Runtime loads and the standard forbids, in place; return a sentence for each kind."""
+    # ONNX Runtime's own optimizer writes LayerNormalization into files of any opset, exporters leave out the shapes of
+    # outputs, and scripts append nodes in any order.
     notes = []
     unnamed = [graph for graph in graphs_of(proto.graph) if not graph.name]
     for graph in unnamed:
