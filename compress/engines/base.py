@@ -357,6 +357,7 @@ class OnnxFile:
         float_types: types of floating-point weights and activations: `f32`, `f16`, `bf16`, `f64`.
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
         clipped_scale: least scale that integers after a Clip have; infinity without one.
+        largest: magnitude that quantized tensors reach at least.
         weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 
@@ -370,6 +371,7 @@ class OnnxFile:
     quantized_types: frozenset[str]
     metadata: Mapping[str, str]
     clipped_scale: float = math.inf
+    largest: float = 0.0
     weight_files: tuple[Path, ...] = ()
 
 
@@ -403,6 +405,8 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
     if missing := lacks(model):
         raise EngineError(f"{path}: {missing}")
     weights, constants = {tensor.name for tensor in graph.initializer}, OnnxGraph(graph).constants
+    scales = list(_scales(graph, constants))
+    clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}
     inputs = [value for value in graph.input if value.name not in weights]
     return OnnxFile(
         path=path,
@@ -413,7 +417,8 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
         float_types=frozenset(_float_types(graph)),
         opset=opset_of(model),
         quantized_types=frozenset(_quantized_types(graph, constants)),
-        clipped_scale=_clipped_scale(graph, constants),
+        clipped_scale=min((float(scale.min()) for name, scale in scales if name in clipped), default=math.inf),
+        largest=max((127 * float(scale.max()) for _, scale in scales), default=0.0),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         weight_files=tuple(
             sorted(
@@ -466,12 +471,16 @@ _FP8 = (
 _QUANTIZED: dict[int, str] = {TensorProto.UINT8: "u8", TensorProto.INT8: "i8", **dict.fromkeys(_FP8, "fp8")}
 
 
-def _clipped_scale(graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) -> float:
-    clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}
-    readers = [node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in clipped]
-    scales = [constants.get(node.input[1]) for node in readers]
-    values = [numpy_helper.to_array(one) for one in scales if one is not None and not one.external_data]
-    return min((float(value.min()) for value in values if value.size), default=math.inf)
+def _scales(
+    graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The tensors that are quantized when the file runs, with their scales."""
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
+            scale = constants.get(node.input[1])
+            value = None if scale is None or scale.external_data else numpy_helper.to_array(scale)
+            if value is not None and value.size:
+                yield node.input[0], value
 
 
 def _quantized_types(graph: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) -> Iterator[str]:

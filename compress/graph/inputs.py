@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import DataError, ModelError
+from compress.errors import CalibrationError, DataError, ModelError
 from compress.graph.report import report_of
+from compress.support.imports import any_failure
 
 # A tensor, tensors in the order of `forward`, or tensors by the names of its arguments.
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -77,6 +78,21 @@ def run_with(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
     if isinstance(inputs, KeywordInputs) and not isinstance(owner, fx.GraphModule):
         return model(**dict(zip(inputs.names, inputs, strict=True)))
     return model(*inputs)
+
+
+def run_batch(model: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str = "") -> None:
+    """Run a model on a calibration batch (CalibrationError: it fails on it)."""
+
+    def refusal(error: Exception) -> CalibrationError:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        reason = str(error).strip().partition("\n")[0]
+        return CalibrationError(
+            f"the model fails on a calibration batch of {shapes} ({reason}); give batches of the type and the channels "
+            f"of example_inputs{remark}"
+        )
+
+    with any_failure(refusal):
+        run_with(model, inputs)
 
 
 def each_input(function: Callable[[Tensor], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
 from compress.graph.compare import alone, own_copy
-from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, first_inputs, flat_tensors, hooked, run_with
+from compress.graph.inputs import (
+    Inputs,
+    KeywordInputs,
+    as_inputs,
+    first_inputs,
+    flat_tensors,
+    hooked,
+    run_batch,
+    run_with,
+)
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.modules import modes_restored
@@ -207,7 +216,7 @@ def _measure(
 
     with hooked(layers, add), torch.no_grad():
         for batch in inputs:
-            run_with(model, batch)
+            run_batch(model, batch)
             progress.advance("hessian")
     return {path: total / counts[path] for path, total in sums.items()}
 

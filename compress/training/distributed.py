@@ -319,6 +319,8 @@ def _device(name: str, local_rank: int | None) -> torch.device:
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = local_rank if local_rank is not None else (device.index or 0)
+    if not count:
+        raise CompressError(f"device {name} is asked for, and torch sees 0 GPUs here: use device cpu")
     if index >= count:
         raise CompressError(
             f"device {name} number {index} is asked for, and torch sees {count} GPUs here: "

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compress import MaskSchedule, SparsitySpec, sparsify, squash_masks
-from compress.errors import SparsityError
+from compress.errors import CalibrationError, SparsityError
 from compress.sparsity import SparsityRule
 from compress.sparsity.parametrization import (
     REGULARIZATION,
@@ -123,6 +123,11 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01)
 def test_what_cannot_be_followed_is_refused(call, words):
     with pytest.raises(SparsityError, match=words):
         call()
+
+
+def test_batches_that_do_not_fit_are_described():
+    with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(2, 1, 8, 8\) torch.float32"):
+        sparsify(small(), SparsitySpec(saliency="hessian"), batches=[torch.ones(2, 1, 8, 8)])
 
 
 def products(width):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ from compress.engines.cuda.program import (
     read_plan,
     time_program,
 )
-from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError, near_misses
 from compress.support.libraries import import_library, reason
 
 NAME = "cuda"
@@ -141,6 +142,13 @@ class CudaEngine(Engine):
                 for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
+        if precision == "f16" and file.largest > torch.finfo(torch.float16).max:
+            warnings.warn(
+                f"cuda: values of {path.name} reach {file.largest:,.0f}, and float16 ends at 65,504: results may be "
+                "wrong; give precision='bf16' (or 'f32')",
+                CompressWarning,
+                stacklevel=4,
+            )
         jobs = build.options.get("jobs", str(os.cpu_count() or 1))
         if not jobs.isdigit():
             raise EngineError(f"cuda: jobs is {jobs!r}: it must be a number of 0 or more")

@@ -8,7 +8,7 @@ quantizer that no tensor passed, whose tensor held NaN, or whose tensor was zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compress.errors import CalibrationError, DeadTensorError
 from compress.graph.compare import alone
-from compress.graph.inputs import Batches, device_of, model_inputs, size_remark
+from compress.graph.inputs import Batches, device_of, model_inputs, run_batch, size_remark
 from compress.graph.ops import AVERAGES, Watching, tensor_of
 from compress.graph.report import attach_report
 from compress.quantization.calibration.calibrators import (
@@ -36,7 +36,6 @@ from compress.quantization.placement.insert import read_fx
 from compress.quantization.placement.view import GraphView, Node, always_zero
 from compress.quantization.quantizer import Collector, Quantizer, quantizers, switched_off, weight_quantizer_of
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of, quantized_graph
-from compress.support.imports import any_failure
 from compress.support.progress import NoProgress, Progress
 
 
@@ -211,7 +210,7 @@ def _watch(
         with torch.no_grad(), calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):
                 inputs = model_inputs(first.model, batch)
-                _run(network, inputs, remark=size_remark(first.model))
+                run_batch(network, tuple(inputs), remark=size_remark(first.model))
                 images += len(inputs[0])
                 progress.advance(task, 1, images=images)
         progress.finish(task)
@@ -260,19 +259,6 @@ def check_batches(batches: Batches) -> None:
         raise CalibrationError(
             f"batches is a {type(batches).__name__}: give an iterable of batches, such as a DataLoader or [batch]"
         )
-
-
-def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str) -> None:
-    def refusal(error: Exception) -> CalibrationError:
-        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
-        reason = str(error).strip().partition("\n")[0]
-        return CalibrationError(
-            f"the model fails on a calibration batch of {shapes} ({reason}); give batches of the type and the channels "
-            f"of example_inputs{remark}"
-        )
-
-    with any_failure(refusal):
-        network(*inputs)
 
 
 @contextmanager

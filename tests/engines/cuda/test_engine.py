@@ -23,7 +23,7 @@ from compress.engines.cuda.program import (
     read_plan,
     signature,
 )
-from compress.errors import EngineError, EngineUnavailableError
+from compress.errors import CompressWarning, EngineError, EngineUnavailableError
 from tests.engines.cuda.qdq import Builder
 from tests.engines.cuda.test_plan import MOVES
 from tests.engines.models import classifier
@@ -66,6 +66,16 @@ def test_what_moves_codes_is_recorded_and_fits_every_batch(tmp_path, move):
             (result,), (expected,) = engine.run(given).values(), session.run(None, given)
             assert np.std(expected) > 0.1
             np.testing.assert_allclose(result, expected, atol=0.02 * np.abs(expected).max())  # two steps of the grid
+
+
+def test_ranges_beyond_float16_are_said(tmp_path):
+    b = Builder((2, 3, 6, 6))
+    y = b.op("Mul", b.conv(b.quantize("input"), 4), b.constant(np.float32(1e6)))
+    path = b.save(tmp_path / "m.onnx", b.conv(b.quantize(y), 4))
+    assert np.abs(b.values[y]).max() > np.finfo(np.float16).max
+    with pytest.warns(CompressWarning, match="float16 ends at 65,504.*precision='bf16'"):
+        build_engine(path, "cuda", device="cpu", precision="f16").close()
+    build_engine(path, "cuda", device="cpu", precision="bf16").close()
 
 
 def test_tensors_go_in_and_come_out_with_any_strides(tmp_path):
