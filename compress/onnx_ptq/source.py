@@ -466,10 +466,8 @@ def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
 
 
 def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
-    """Return a copy whose results are other tensors, with only the nodes that they depend on, and its weights.
-
-    The session reads large weights where they are: to write and read them takes longer than to make a session.
-    """
+    """Return a copy whose results are other tensors, with only the nodes that they depend on, and its weights."""
+    # The session reads large weights where they are: to write and read them takes longer than to make a session.
     wanted, kept = set(names), []
     for node in reversed(proto.graph.node):
         if wanted.intersection(node.output):
