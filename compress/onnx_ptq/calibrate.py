@@ -224,7 +224,7 @@ def _places(tensor: Blocked, start: int, total: int) -> _Places:
 
 
 def _stretches(tensor: Blocked) -> Iterator[tuple[NDArray[np.float32], int, int]]:
-    """Yield stretches that the cache holds, as (values, first group, last group); groups of all images are counted on."""
+    """Yield stretches that the cache holds: (values, first group, last group), groups counted over all images."""
     # Of a group that is not full the values are the largest and the smallest of each channel.
     images, groups, pixels, block = tensor.groups.shape
     full = tensor.channels // block
