@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
 from compress.data.base import Preprocessing
 from compress.data.decode import (
@@ -696,6 +695,8 @@ def preprocess(
     images: Sequence[Image.Image | Tensor], preprocessing: Preprocessing, device: torch.device | str
 ) -> Tensor:
     """(N, 3, height, width) float32 on `device`; Pillow resizes on the CPU, torchvision elsewhere."""
+    from torchvision.transforms.v2 import functional  # lazy: it takes seconds, and few commands read images here
+
     device = torch.device(device)
     tensors = [image for image in images if isinstance(image, Tensor)]
     if len(tensors) == len(images) and (preprocessing.interpolation, preprocessing.resize) == ("bilinear", "crop"):
@@ -705,7 +706,7 @@ def preprocess(
     squares = [
         preprocessed(image, preprocessing)
         if device.type == "cpu" and isinstance(image, Image.Image)
-        else resized(image if isinstance(image, Tensor) else F.pil_to_tensor(image).to(device), preprocessing)
+        else resized(image if isinstance(image, Tensor) else functional.pil_to_tensor(image).to(device), preprocessing)
         for image in images
     ]
     return preprocessing.normalize(torch.stack(squares).float().div_(255))
