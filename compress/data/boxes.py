@@ -444,12 +444,11 @@ def classes_in(content: dict[str, Any], file: Path) -> dict[int, str]:
     """Categories by id, sorted."""
     # A name that occurs twice (Roboflow's root, homonyms) gets its supercategory.
     try:
-        count = Counter(str(item["name"]) for item in content["categories"])
+        names = [str(item["name"]) for item in content["categories"]]
+        count = Counter(names)
         found = {
-            int(item["id"]): f"{item.get('supercategory')}/{item['name']}"
-            if count[str(item["name"])] > 1
-            else str(item["name"])
-            for item in content["categories"]
+            int(item["id"]): name if count[name] == 1 else f"{item.get('supercategory')}/{name}"
+            for item, name in zip(content["categories"], names, strict=True)
         }
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{file}: a category has no id or name ({type(error).__name__}: {error})") from None

@@ -136,7 +136,7 @@ def _with_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]]) -> 
         _groups_as_instances(fixed)
     del fixed.graph.value_info[:]
     import onnx_ir  # lazy: half a second, and engines are listed without it
-    from onnxscript import optimizer  # lazy: as before
+    from onnxscript import optimizer  # lazy: as onnx_ir, on which it is built
 
     with any_failure(lambda error: ExportError(f"the shapes of the file cannot be inferred: {error}")):
         tree = onnx_ir.serde.deserialize_model(fixed)

@@ -202,7 +202,7 @@ def test_what_is_written_computes_the_same_or_is_refused(tmp_path, function, ref
         check_results(path, images, quantized)
 
 
-# What a transposed convolution states instead of its pads, and the message where LiteRT's operator does not reach.
+# Attributes by which a transposed convolution states its padding, and the error if LiteRT has no operator for it.
 STATED = [
     ({"auto_pad": "SAME_UPPER"}, ""),
     ({"auto_pad": "SAME_LOWER"}, ""),

@@ -116,7 +116,7 @@ class Bindings:
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def keep(self, step: Step, what: str, make: Callable[[], Kept], *given: object) -> Kept:
-        """What is made of a step and `given`; anew where those of another batch differ."""
+        """Return the earlier result for an equal step and equal `given`, else what `make` returns now."""
         held: tuple[object, Kept] | None = self.kept.get((step.name, what))
         if held is None or not equal(held[0], (step, *given)):
             held = self.kept[step.name, what] = (step, *given), make()
@@ -127,7 +127,7 @@ class Bindings:
 
 
 def equal(a: object, b: object) -> bool:
-    # Of steps and what they hold: tensors by their elements.
+    # `==` does not do for steps: they hold tensors, which are compared by their elements.
     if a is b:
         return True
     if type(a) is not type(b):
