@@ -1,4 +1,6 @@
-"""A small RT-DETRv2 (Lv et al., arXiv 2407.17140) of transformers, as a recipe takes it (recipes/detr-scenes.yaml).
+"""A small RT-DETRv2 (Lv et al., arXiv 2407.17140) or D-FINE (Peng et al., arXiv 2410.13842) of transformers.
+
+Both are what a recipe takes (recipes/detr-scenes.yaml; `--set model.options.family=d_fine`).
 
 The network returns logits (N, queries, classes) and boxes (N, queries, 4), centre and size in shares of the image; in
 training also those of each layer and of the encoder, which learn too. A box has one query: there is no suppression.
@@ -12,20 +14,34 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
-from transformers import RTDetrResNetConfig, RTDetrV2Config, RTDetrV2ForObjectDetection
+from transformers import (
+    DFineConfig,
+    DFineForObjectDetection,
+    RTDetrResNetConfig,
+    RTDetrV2Config,
+    RTDetrV2ForObjectDetection,
+)
 from transformers.loss.loss_rt_detr import RTDetrLoss
 
 SIDE = 320
 """Height and width of the images."""
 
 
+FAMILIES = {
+    "rt_detr_v2": (RTDetrV2Config, RTDetrV2ForObjectDetection),
+    "d_fine": (DFineConfig, DFineForObjectDetection),
+}
+
+
 @cache
-def config(num_classes: int, width: int = 128, layers: int = 3, queries: int = 100) -> RTDetrV2Config:
-    """Return a small RT-DETRv2: a ResNet-18, `width` channels in encoder and decoder, no denoising queries."""
+def config(
+    num_classes: int, width: int = 128, layers: int = 3, queries: int = 100, family: str = "rt_detr_v2"
+) -> RTDetrV2Config | DFineConfig:
+    """Return a small detector: a ResNet-18, `width` channels in encoder and decoder, no denoising queries."""
     narrow = {"encoder_hidden_dim": width, "encoder_ffn_dim": 2 * width, "decoder_ffn_dim": 2 * width, "d_model": width}
     sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
     backbone = RTDetrResNetConfig(layer_type="basic", **sizes, out_features=["stage2", "stage3", "stage4"])
-    return RTDetrV2Config(
+    return FAMILIES[family][0](
         backbone_config=backbone,
         encoder_in_channels=[128, 256, 512],
         decoder_in_channels=[width] * 3,
@@ -39,18 +55,21 @@ def config(num_classes: int, width: int = 128, layers: int = 3, queries: int = 1
 
 
 class Detr(nn.Module):
-    """RT-DETRv2 from images to logits and boxes.
+    """A detector from images to logits and boxes.
 
     Args:
         num_classes: number of classes.
         width: channels of encoder and decoder.
         layers: of the decoder.
         queries: boxes of an image.
+        family: `rt_detr_v2` or `d_fine`, which moves the edges of a box by distributions.
     """
 
-    def __init__(self, num_classes: int, width: int = 128, layers: int = 3, queries: int = 100) -> None:
+    def __init__(
+        self, num_classes: int, width: int = 128, layers: int = 3, queries: int = 100, family: str = "rt_detr_v2"
+    ) -> None:
         super().__init__()
-        self.detector = RTDetrV2ForObjectDetection(config(num_classes, width, layers, queries))
+        self.detector = FAMILIES[family][1](config(num_classes, width, layers, queries, family))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return logits and boxes, and in training those of every layer (N, layers, queries, .) and of the encoder."""

@@ -21,6 +21,7 @@ RECIPES = {
     "ssdlite": ("ssdlite-bccd", "bccd"),
     "retinanet": ("retinanet-bccd", "bccd"),
     "rtdetr": ("detr-scenes", "scenes"),
+    "dfine": ("detr-scenes", "scenes"),  # with model.options.family=d_fine
     **{name: (name, "") for name in ("pose", "depth", "video", "points")},  # drawn in memory
 }
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Detectors in sizes, and networks of five tasks, on one GPU, in parts that may each be stopped at any time:
-#   analysis/task_training/sizes.sh tasks OUT SECONDS     # pose, depth, video, points and RT-DETRv2 beside one another: tasks.md
+#   analysis/task_training/sizes.sh tasks OUT SECONDS     # pose, depth, video, points, RT-DETRv2 and D-FINE beside one another: tasks.md
 #   analysis/task_training/sizes.sh train OUT SECONDS     # scenes; float, PTQ and QAT of all sizes beside one another
 #   analysis/task_training/sizes.sh engines OUT SECONDS   # INT8 on the engine `cuda` beside fp16; mAP of the files on engines
 # Runs lie in $WORK (default /tmp/sizes), on which all parts go on; SPEED=no leaves out the times of `engines`. OUT gets rows, logs, and the files for OpenVINO in parts of 15 MiB:
@@ -54,9 +54,12 @@ if [ "$stage" = tasks ]; then
     count=(--set data.train_images="${IMAGES:-8192}" --set data.val_images="${JUDGED:-1024}" --set data.batch_size="${BATCH:-64}")
     graphs=(--set train.cuda_graphs=true --set qat.cuda_graphs=true)
     float=${FLOAT:-$(((seconds - 180) / 3))}
-    for name in ${TASKS:-pose depth video points rtdetr}; do
+    for name in ${TASKS:-pose depth video points rtdetr dfine}; do
         case $name in
-            rtdetr) keys=(--set data.workers="${WORKERS:-4}" --set bench.engines=[openvino,onnxruntime]) each=$((2 * float)) ;;
+            rtdetr | dfine)
+                keys=(--set data.workers="${WORKERS:-4}" --set bench.engines=[openvino,onnxruntime]) each=$((2 * float))
+                [ "$name" = rtdetr ] || keys+=(--set model.options.family=d_fine)
+                ;;
             points) keys=("${count[@]}" --set model.options.width="${WIDTH:-32}") each=$float ;;
             *) keys=("${count[@]}" "${graphs[@]}" --set model.options.width="${WIDTH:-32}") each=$float ;;
         esac

@@ -468,6 +468,8 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
         step, "inputs", lambda: tuple(placed(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(step.inputs))
     )
     ready = replace(step, inputs=constants)
+    if _repeats_pixels(step, layout):
+        return [Candidate("torch repeat", lambda tensors: _repeat(tensors[step.reads[0]], tensors[step.outputs[0]]))]
 
     def run(tensors: Tensors) -> None:
         given = {name: fitting(tensors[name]) for name in step.reads}
@@ -481,6 +483,24 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
                 tensors[name] = result.clone() if shared else result
 
     return [Candidate("torch", run)]
+
+
+def _repeats_pixels(step: Operation, layout: Layout) -> bool:
+    """True for a nearest Resize by whole factors between tensors of one type, which one copy computes."""
+    if step.op != "Resize" or step.attributes.get("mode", "nearest") != "nearest":
+        return False
+    source, target = (layout.places.get(name) for name in (step.reads[0], step.outputs[0]))
+    if source is None or target is None or source.dtype != target.dtype:
+        return False
+    return all(m % n == 0 for n, m in zip(source.shape, target.shape, strict=True))
+
+
+def _repeat(x: Tensor, target: Tensor) -> None:
+    for axis in reversed(range(2, x.dim())):
+        target = target.unflatten(axis, (x.shape[axis], -1))
+        x = x.unsqueeze(axis + 1)
+    target, source = in_words(target, x.expand(target.shape))
+    target.copy_(source)
 
 
 Shape = tuple[int, int, int, int]
