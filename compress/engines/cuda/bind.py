@@ -468,8 +468,8 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
         step, "inputs", lambda: tuple(placed(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(step.inputs))
     )
     ready = replace(step, inputs=constants)
-    if _repeats_pixels(step, layout):
-        return [Candidate("torch repeat", lambda tensors: _repeat(tensors[step.reads[0]], tensors[step.outputs[0]]))]
+    if step.op == "Resize" and (repeated := _repeated(step, layout)):
+        return repeated
 
     def run(tensors: Tensors) -> None:
         given = {name: fitting(tensors[name]) for name in step.reads}
@@ -485,22 +485,25 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
     return [Candidate("torch", run)]
 
 
-def _repeats_pixels(step: Operation, layout: Layout) -> bool:
-    """True for a nearest Resize by whole factors between tensors of one type, which one copy computes."""
-    if step.op != "Resize" or step.attributes.get("mode", "nearest") != "nearest":
-        return False
+def _repeated(step: Operation, layout: Layout) -> list[Candidate]:
+    """A kernel for a nearest Resize of codes by whole factors: torch's copies reach 0.07 of a GPU's bandwidth."""
     source, target = (layout.places.get(name) for name in (step.reads[0], step.outputs[0]))
-    if source is None or target is None or source.dtype != target.dtype:
-        return False
-    return all(m % n == 0 for n, m in zip(source.shape, target.shape, strict=True))
+    if source is None or target is None or {source.dtype, target.dtype} != {torch.int8} or len(target.shape) != 4:
+        return []
+    whole = all(m % n == 0 for n, m in zip(source.shape, target.shape, strict=True))
+    if not whole or step.attributes.get("mode", "nearest") != "nearest" or pixel_rows(target.meta(), 1) is None:
+        return []
+    height, width = target.shape[2:]
+    repeats = (height // source.shape[2], width // source.shape[3])
 
+    def candidate(each: int) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            x, out = channels_last(tensors[step.reads[0]]), tensors[step.outputs[0]]
+            max_pool(x, out, out.stride(3), (1, 1), Geometry(), (height, width), each=each, repeats=repeats)
 
-def _repeat(x: Tensor, target: Tensor) -> None:
-    for axis in reversed(range(2, x.dim())):
-        target = target.unflatten(axis, (x.shape[axis], -1))
-        x = x.unsqueeze(axis + 1)
-    target, source = in_words(target, x.expand(target.shape))
-    target.copy_(source)
+        return Candidate(f"triton repeat {each}", run)
+
+    return [candidate(each) for each in (16, 8, 4, 32)]
 
 
 Shape = tuple[int, int, int, int]

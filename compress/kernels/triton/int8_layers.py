@@ -348,8 +348,12 @@ def max_pool(
     out_size: tuple[int, int],
     *,
     each: int = 16,
+    repeats: tuple[int, int] = (1, 1),
 ) -> None:
-    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into pixels `pitch` apart."""
+    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into pixels `pitch` apart.
+
+    Each pixel of the result is written `repeats` times in height and width, which `out_size` counts.
+    """
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
     block = min(128, max(16, triton.next_power_of_2(channels)))
@@ -364,6 +368,7 @@ def max_pool(
         pitch,
         *kernel,
         *geometry,
+        *repeats,
         tile,
         block,
     )
@@ -386,6 +391,8 @@ def _max_kernel(
     PAD_X: tl.constexpr,
     DILATION_Y: tl.constexpr,
     DILATION_X: tl.constexpr,
+    REPEATS_Y: tl.constexpr,
+    REPEATS_X: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -393,8 +400,8 @@ def _max_kernel(
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
     line = row // sizes.out_width
-    first_y = (line % sizes.out_height) * STRIDE_Y - PAD_Y
-    first_x = (row % sizes.out_width) * STRIDE_X - PAD_X
+    first_y = (line % sizes.out_height) // REPEATS_Y * STRIDE_Y - PAD_Y
+    first_x = (row % sizes.out_width) // REPEATS_X * STRIDE_X - PAD_X
     image = (line // sizes.out_height).to(tl.int64) * step.image
     best = tl.full([ROWS, CHANNELS], -128, tl.int8)
     for tap in tl.static_range(TAPS_Y * TAPS_X):

@@ -109,6 +109,14 @@ def shifted_windows(b):
     return windows(b, b.quantize("input"), (*b.shape[1:3], 2, 12))
 
 
+def repeated_pixels(b):
+    # A nearest resize by 2 and 3 of codes, which lies beside other codes in a concatenation.
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 32)))
+    factors = [b.constant(np.array(n, np.float32)) for n in ([], [1, 1, 2, 3])]
+    y = b.op("Resize", x, *factors, mode="nearest")
+    return b.conv(b.op("Concat", y, y, axis=1), 5)
+
+
 CASES = {
     "activations": (activations, (2, 7, 3, 1), {}),
     "residuals of int8": (residuals, (1, 33, 5, 6), {}),
@@ -121,6 +129,7 @@ CASES = {
     "shifted windows": (shifted_windows, (2, 3, 5, 20), {}),
     "shapes of the batch": (shapes_of_the_batch, (2, 5, 4, 3), {}),
     "windows and heads apart": (windows_and_heads_apart, (2, 3, 5, 20), {}),
+    "repeated pixels": (repeated_pixels, (2, 6, 3, 2), {}),
     "convnext": (convnext, (1, 20, 3, 5), {}),
 }
 

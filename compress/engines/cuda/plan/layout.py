@@ -340,7 +340,7 @@ class _Layouter:
         rank = len(self.plan.tensors[name].shape)
         last = list(_CHANNELS_LAST)
         image = isinstance(step, (Convolution, MaxPool, AveragePool)) or (isinstance(step, Linear) and step.axis == 1)
-        if rank == 4 and image:
+        if rank == 4 and (image or (isinstance(step, Move) and self._feeds_image(name))):
             return last
         turned = self._only_transpose(name)
         if turned is not None:
@@ -388,7 +388,8 @@ class _Layouter:
     def _copied(self, step: Move, name: str, source: Place) -> None:
         shape = self.plan.tensors[name].shape
         image = len(shape) == 4 and self._feeds_image(name)
-        place = self._dense(name, [0, 2, 3, 1] if image else list(range(len(shape))))
+        order = _CHANNELS_LAST if image else range(len(shape))
+        place = self._place(name, step) if name in self.inside else self._dense(name, order)
         self.places[name] = place
         if step.op == "Pad" and all(n <= m for n, m in zip(source.shape, shape, strict=True)):
             self._copy(step, step.reads[0], place.like(_inner(step, place.meta(), source.shape)), whole=name)
@@ -430,7 +431,8 @@ class _Layouter:
             start += size
 
     def _join_parts(self) -> None:
-        made = {n for s in self.plan.steps if isinstance(s, (Product, Computed)) for n in s.writes}
+        makers = (s for s in self.plan.steps if isinstance(s, (Product, Computed)) or getattr(s, "op", "") == "Resize")
+        made = {n for s in makers for n in s.writes}
         concats = [s for s in self.plan.steps if isinstance(s, Move) and s.op == "Concat"]
         border = set(self.plan.outputs.values())
         for i in reversed(range(len(concats))):
