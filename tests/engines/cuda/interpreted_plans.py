@@ -110,11 +110,11 @@ def shifted_windows(b):
 
 
 def repeated_pixels(b):
-    # A nearest resize by 2 and 3 of codes, which lies beside other codes in a concatenation.
+    # Nearest resizes of codes by 2 and 3, of which one lies beside other codes and one is quantized again.
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 32)))
     factors = [b.constant(np.array(n, np.float32)) for n in ([], [1, 1, 2, 3])]
     y = b.op("Resize", x, *factors, mode="nearest")
-    return b.conv(b.op("Concat", y, y, axis=1), 5)
+    return b.conv(b.op("Concat", y, y, axis=1), 5), b.conv(b.quantize(b.op("Resize", x, *factors, mode="nearest")), 3)
 
 
 CASES = {

@@ -387,8 +387,11 @@ class _Layouter:
 
     def _copied(self, step: Move, name: str, source: Place) -> None:
         shape = self.plan.tensors[name].shape
-        image = len(shape) == 4 and self._feeds_image(name)
-        order = _CHANNELS_LAST if image else range(len(shape))
+        order: Sequence[int] = range(len(shape))
+        if step.op == "Resize":
+            order = sorted(order, key=lambda axis: (-source.strides[axis], axis))
+        elif len(shape) == 4 and self._feeds_image(name):
+            order = _CHANNELS_LAST
         place = self._place(name, step) if name in self.inside else self._dense(name, order)
         self.places[name] = place
         if step.op == "Pad" and all(n <= m for n, m in zip(source.shape, shape, strict=True)):
