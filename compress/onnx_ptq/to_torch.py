@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from compress.engines.base import Arrays, TensorInfo
 from compress.errors import CompressError, ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
+from compress.graph.ops import modules_above
 from compress.graph.spelled import KNOWN
 from compress.onnx_graph import (
     AVERAGE_POOLS,
@@ -99,7 +100,7 @@ class Builder:
         self._made: dict[str, Value] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._paths: set[str] = set()
-        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
+        self._prefixes = {prefix for node in index.graph.node for prefix in modules_above(_safe(node.name))}
         self._used = set(self._prefixes)
         self._inputs: list[fx.Node] = []
 
@@ -155,7 +156,7 @@ class Builder:
         """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
         name = _safe(node.name)
         parts = [part for part in name.split(".") if part]
-        nested = ".".join(parts) == name and not _prefixes(name) & self._paths
+        nested = ".".join(parts) == name and self._paths.isdisjoint(modules_above(name))
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
@@ -225,11 +226,6 @@ def _safe(name: str) -> str:
     """Return the name of a node with none but characters, and parts, that a module may have."""
     parts = re.sub(_UNSAFE, "_", name).split(".")
     return ".".join(f"layer_{part}" if iskeyword(part) or part in _TAKEN else part for part in parts)
-
-
-def _prefixes(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 Layer = TypeVar("Layer", bound=nn.Module)

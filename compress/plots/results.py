@@ -443,9 +443,9 @@ def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
         axes.invert_yaxis()  # better is up, as in every figure of this kind
     axes.yaxis.set_major_locator(MaxNLocator(6))
     if judged.unit == "%":  # there may be room above 100 % and below zero, and nothing to be read there
-        ends = axes.get_ylim()
-        low, high = max(0.0, min(ends)), min(100.0, max(ends))
-        axes.set(yticks=[tick for tick in axes.get_yticks() if low <= tick <= high], ylim=ends)
+        span = axes.get_ylim()
+        low, high = max(0.0, min(span)), min(100.0, max(span))
+        axes.set(yticks=[tick for tick in axes.get_yticks() if low <= tick <= high], ylim=span)
 
 
 def _better(axes: Axes) -> Text:
