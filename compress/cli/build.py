@@ -97,8 +97,7 @@ def build_recipe(
     if not output.commands:  # before a run that may be missing is made
         check_builder(engine, options)
         _check_target(parsed, variant)
-    file = exported_file(recipe, parsed, variant, engine, folder=from_)
-    _build(file, engine, options, output)
+    _build(exported_file(recipe, parsed, variant, engine, folder=from_), engine, options, output)
 
 
 def _check_target(recipe: Recipe, variant: str) -> None:

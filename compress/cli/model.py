@@ -407,5 +407,4 @@ def _images(recipe: Recipe, count: int, *, noise: bool) -> list[Tensor]:
     if noise:
         generator = torch.Generator().manual_seed(recipe.data.seed)
         return list(torch.randn(count, 3, *recipe.data.height_width, generator=generator).split(8))
-    split = load_data(recipe.data).train
-    return [images for images, _ in split.batches(BatchPlan(batch_size=8, limit=count))]
+    return [images for images, _ in load_data(recipe.data).train.batches(BatchPlan(batch_size=8, limit=count))]

@@ -157,8 +157,7 @@ def bundle(
         print_json([str(path) for path in written])
     else:
         OUT.print("\n".join(map(str, written)), highlight=False, soft_wrap=True)
-        model = written[0].parent.parent
-        command = _SERVE[server].format(models=out.resolve(), name=model.name)
+        command = _SERVE[server].format(models=out.resolve(), name=written[0].parent.parent.name)
         OUT.print(f"next:\n  {command}", highlight=False, soft_wrap=True)
 
 

@@ -79,8 +79,7 @@ def every_fourth(root: Path) -> tuple[list[Path], list[Path]]:
     files = pictures_in(root)
     if len(files) < _EACH:
         raise DataError(f"{root} holds {len(files)} images: {_EACH} or more are needed, of which one is for evaluation")
-    val = files[_EACH - 1 :: _EACH]
-    return [file for number, file in enumerate(files) if number % _EACH != _EACH - 1], val
+    return [file for number, file in enumerate(files) if number % _EACH != _EACH - 1], files[_EACH - 1 :: _EACH]
 
 
 class FolderSplit(ItemSplit):

@@ -336,8 +336,7 @@ def _find(spec: DataSpec, files: _Files) -> Path:
 
 
 def _labels(path: Path, files: _Files) -> tuple[str, ...]:
-    content = _read_pickle(path)
-    names = content.get(files.labels_key)
+    names = _read_pickle(path).get(files.labels_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise DataError(f"{path} has no {files.labels_key}: it is not the file of {files.folder}")
     return tuple(names)

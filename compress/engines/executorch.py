@@ -103,8 +103,7 @@ class ExecuTorchEngine(Engine):
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
         """See `Engine.run`; a batch of several times the file's size runs in parts of it."""
-        checked = check_inputs(inputs, self.inputs, label=self.info.label)
-        arrays = list(checked.values())
+        arrays = list(check_inputs(inputs, self.inputs, label=self.info.label).values())
         size = arrays[0].shape[0] if arrays[0].ndim else self._part
         if size % self._part:
             raise EngineError(f"executorch: {size} images; {self.info.path} takes a multiple of {self._part}")
@@ -131,8 +130,7 @@ class ExecuTorchEngine(Engine):
                 place = plan.delegates[step.delegate_index].processed.index
                 found += _delegated(program.backend_delegate_data[place].data, step.delegate_index)
             elif hasattr(step, "op_index"):
-                kind = plan.operators[step.op_index].name
-                found.append(operator(kind, "ExecuTorch"))
+                found.append(operator(plan.operators[step.op_index].name, "ExecuTorch"))
         return tuple(replace(layer, name=f"{layer.kind}_{i}", original_names=()) for i, layer in enumerate(found))
 
     def close(self) -> None:

@@ -219,8 +219,8 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             open_attention(model, exportable=False)
         except ModelError:
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
-            inputs = as_inputs(example_inputs)
-            model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
+            if isinstance(inputs := as_inputs(example_inputs), KeywordInputs):
+                model = _Called(model, lambda own, *given: own(**dict(zip(inputs.names, given, strict=True))))
     if isinstance(model, fx.GraphModule):
         _activate_apart(model)
     spell_plainly(model)
@@ -265,13 +265,15 @@ def _activate_apart(model: fx.GraphModule) -> None:
             preserve_input(model, reader)
 
 
-class _ByPosition(nn.Module):
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+class _Called(nn.Module):
+    """A model that `call` is given with its inputs by position."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., object]) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.call = model, call
 
     def forward(self, *inputs: Tensor) -> object:
-        return self.model(**dict(zip(self.names, inputs, strict=True)))
+        return self.call(self.model, *inputs)
 
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, precision: str) -> nn.Module:
@@ -587,7 +589,8 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
         raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
     numbers = any(isinstance(leaf, (int, float, str)) for leaf in tree_leaves(output))
     if numbers or is_dataclass(output) or not isinstance(output, (Tensor, tuple, list, dict)):
-        model = _TensorsOf(model)  # torch.export knows no other containers, and torch.onnx no numbers
+        # torch.export knows no other containers, and torch.onnx no numbers: the tensors, in order
+        model = _Called(model, lambda own, *given: tuple(flat_tensors(own(*given))))
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
     if shapes is not None and model.forward.__code__.co_flags & inspect.CO_VARARGS:
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
@@ -655,17 +658,6 @@ _SYMBOLS = re.compile(r"Symbolic|SymInt|symbol|GuardOn|data-dependent|[Dd]ynamic
 _SUMS = frozenset({"add", "radd", "iadd", "sub", "isub"})
 _DROPPED = 1e-8
 _CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_"})
-
-
-class _TensorsOf(nn.Module):
-    """Returns the tensors of a model whose result is a dataclass, or holds numbers too, in order."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(flat_tensors(self.model(*inputs)))
 
 
 def _cause(error: BaseException) -> str:

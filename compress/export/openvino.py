@@ -397,8 +397,7 @@ def batches_kept(proto: onnx.ModelProto) -> int:
     names = {name: dims[0].dim_param for name, dims in (_sizes(proto) if found else {}).items()}
     changed = [(n, s) for n, s in found if names.get(s) and names[s] == names.get(n.input[0])]
     for node, _ in changed:
-        shape = view.producers[node.input[1]]
-        sizes = [view.array(name) for name in shape.input[1:]]
+        sizes = [view.array(name) for name in view.producers[node.input[1]].input[1:]]
         whole = np.concatenate([np.zeros(1, np.int64), *(size.reshape(-1) for size in sizes if size is not None)])
         node.input[1] = view.add_constant(f"{node.output[0]}/batch_kept", whole)
     if changed:

@@ -9,7 +9,8 @@ import ast
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,57 +179,64 @@ def _pads_itself(node: onnx.NodeProto, source: str, sides: int) -> bool:
 
 def shape_for(proto: onnx.ModelProto, target: str) -> None:
     """Rewrite operations that a target's engine ("" = of a float model) reads or computes otherwise; before tidying."""
-    room_for_biases(proto)
-    pack_int4(proto)
-    if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
-        bias_shared_convolutions(proto)
-    if target == "openvino":
-        warn_of_resizes(proto)
-        axes_from_the_front(proto)
-        products_apart(proto)
-        flat_gathers(proto)
-        float_averages(proto)
-        padding_apart(proto)
-        extremes_apart(proto)
-        joins_apart(proto)
-    if target != "onnxruntime":
-        strides_kept(proto)
-    if target in {"openvino", ""}:
-        concatenated_pads(proto)
-        whole_transforms(proto)
-        if opset_of(proto) >= PAD_OPSET:
-            ceilings_apart(proto)
-        orders_in_two(proto)
+    others = target != "onnxruntime"  # files for TensorRT are measured on OpenVINO too
+    openvino, reads_float = target == "openvino", target in {"openvino", ""}
+    _run(
+        proto,
+        [
+            (True, room_for_biases),
+            (True, pack_int4),
+            (others, bias_shared_convolutions),
+            (openvino, warn_of_resizes),
+            (openvino, axes_from_the_front),
+            (openvino, products_apart),
+            (openvino, flat_gathers),
+            (openvino, float_averages),
+            (openvino, padding_apart),
+            (openvino, extremes_apart),
+            (openvino, joins_apart),
+            (others, strides_kept),
+            (reads_float, concatenated_pads),
+            (reads_float, whole_transforms),
+            (reads_float and opset_of(proto) >= PAD_OPSET, ceilings_apart),
+            (reads_float, orders_in_two),
+        ],
+    )
+
+
+def _run(proto: onnx.ModelProto, passes: Iterable[tuple[bool, Callable[[onnx.ModelProto], object]]]) -> None:
+    for wanted, run in passes:
+        if wanted:
+            run(proto)
 
 
 def finish_for(proto: onnx.ModelProto, target: str) -> None:
     """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied."""
-    if target == "openvino":
-        repeat_pairs(proto, after=holds_pairs)
-        signs_apart(proto)
-        zero_points_into_biases(proto)
-        batches_kept(proto)
-        biases_apart(proto)
-    if target == "onnxruntime":
-        bounded_softmaxes(proto)
-        dilations_apart(proto)
-        clips_apart(proto)
-        repeat_pairs(proto)
-        types = {one.data_type for one in proto.graph.initializer} | {attribute(n, "to", 0) for n in proto.graph.node}
-        half = types & {TensorProto.FLOAT16, TensorProto.BFLOAT16}  # the engine leaves biases of such files as they are
-        integer_biases(proto, WEIGHTED_OPS if half else ("Gemm", "MatMul"))
-        if opset_of(proto) >= AXIS_OPSET:
-            floats_apart(proto)
-        layouts_apart(proto)
-        transposes_apart(proto)
-        if sums_bytes_in_16_bits():
-            weights_to_unsigned(proto)
-    if target in {"litert", "qnn"}:
-        integer_biases(proto, WEIGHTED_OPS)
-    if target in {"dla", "qnn"}:  # which take an operator in integers only between pairs of its own
-        repeat_pairs(proto, everywhere=True)
-    if target:
-        _own_constants(proto, integers=target != "onnxruntime")
+    openvino, runtime = target == "openvino", target == "onnxruntime"
+    types = {one.data_type for one in proto.graph.initializer} | {attribute(n, "to", 0) for n in proto.graph.node}
+    half = types & {TensorProto.FLOAT16, TensorProto.BFLOAT16}  # ONNX Runtime leaves biases of such files as they are
+    _run(
+        proto,
+        [
+            (openvino, partial(repeat_pairs, after=holds_pairs)),
+            (openvino, signs_apart),
+            (openvino, zero_points_into_biases),
+            (openvino, batches_kept),
+            (openvino, biases_apart),
+            (runtime, bounded_softmaxes),
+            (runtime, dilations_apart),
+            (runtime, clips_apart),
+            (runtime, repeat_pairs),
+            (runtime, partial(integer_biases, operators=WEIGHTED_OPS if half else ("Gemm", "MatMul"))),
+            (runtime and opset_of(proto) >= AXIS_OPSET, floats_apart),
+            (runtime, layouts_apart),
+            (runtime, transposes_apart),
+            (runtime and sums_bytes_in_16_bits(), weights_to_unsigned),
+            (target in {"litert", "qnn"}, partial(integer_biases, operators=WEIGHTED_OPS)),
+            (target in {"dla", "qnn"}, partial(repeat_pairs, everywhere=True)),  # pairs around every operator
+            (bool(target), partial(_own_constants, integers=not runtime)),
+        ],
+    )
 
 
 def _own_constants(proto: onnx.ModelProto, *, integers: bool) -> None:

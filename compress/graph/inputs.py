@@ -13,7 +13,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, DataError, ModelError
@@ -25,6 +27,15 @@ Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 # Keys of a mapping that hold targets, which are no inputs.
 TARGET_KEYS = ("labels", "label", "targets", "target")
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """An array of what a batch holds; bfloat16, which numpy lacks, as float32."""
+    if not isinstance(value, Tensor):
+        array = np.asarray(value)
+        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 class KeywordInputs(tuple[Tensor, ...]):

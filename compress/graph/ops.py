@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -465,11 +465,30 @@ def walk(starts: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Nod
         found += new
 
 
+def producer_past(node: fx.Node, through: Container[str]) -> fx.Node:
+    """The node that makes a tensor, before kinds that pass it on."""
+    while node_kind(node) in through and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def consumers_past(node: fx.Node, through: Container[str]) -> list[fx.Node]:
+    """The nodes that read a tensor, after kinds that pass it on."""
+    after = ((consumers_past(user, through) if node_kind(user) in through else [user]) for user in node.users)
+    return [user for users in after for user in users]
+
+
 def replace_node(node: fx.Node, new: fx.Node) -> None:
     """Let a new node have the meta and the users of one, which is erased."""
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def modules_above(path: str) -> list[str]:
+    """The modules that hold a module: a.b.c -> a, a.b."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def layer_name(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from compress.data.base import Preprocessing
 from compress.engines.base import Engine, check_engine
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY, logits_output
-from compress.graph.inputs import flat_tensors, split_batch
+from compress.graph.inputs import as_array, flat_tensors, split_batch
 from compress.measure.parity import Parity, compare_batches
 from compress.support.meters import Figures, TaskMetric, task_metric
 from compress.support.progress import NoProgress, Progress
@@ -38,11 +38,6 @@ def preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> 
             "(here: the model, there: the data); prepare the data as the model was trained, or export it again"
         )
     return []
-
-
-def as_array(part: Any) -> NDArray[np.generic]:
-    array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # torch does not take ml_dtypes'
 
 
 # What takes the input arrays and the targets out of a batch.

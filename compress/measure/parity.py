@@ -414,8 +414,7 @@ def _watch(
 
 def _run(path: Path, images: Floats, engine: str, precision: str | None) -> tuple[str, Mapping[str, Floats]]:
     with build_engine(path, engine, precision=precision) as built:
-        name = built.inputs[0].name
-        results = built.run({name: images})
+        results = built.run({built.inputs[0].name: images})
         return built.info.label, {key: np.asarray(value, dtype=np.float32) for key, value in results.items()}
 
 

@@ -313,8 +313,7 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
     model = _made(spec, torchvision.models.get_model_builder(name), num_classes, **defaults)
     if member is None:
         return _with_file(model, spec, num_classes)
-    state = read_state_dict(_fetched(member))
-    loaded = fit_state(model, state, source=str(member), num_classes=num_classes)
+    loaded = fit_state(model, read_state_dict(_fetched(member)), source=str(member), num_classes=num_classes)
     return BuiltModel(model, loaded.notes, loaded.other_classes)
 
 
@@ -432,8 +431,7 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
 def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
     if spec.weights is None:
         return BuiltModel(model, ())
-    state = read_state_dict(spec.weights)
-    loaded = fit_state(model, state, source=spec.weights, num_classes=num_classes)
+    loaded = fit_state(model, read_state_dict(spec.weights), source=spec.weights, num_classes=num_classes)
     return BuiltModel(model, loaded.notes, loaded.other_classes)
 
 

@@ -247,8 +247,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         while node.input and not node.input[-1]:
             node.input.pop()
-        wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
-        node.name = free_name(wanted, seen)
+        node.name = free_name(node.name or f"{node.op_type}_{next(filter(None, node.output), '')}", seen)
 
 
 def open_einsums(source: SourceFile) -> int:

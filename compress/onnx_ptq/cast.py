@@ -174,13 +174,11 @@ def cast_source(
         if db is None or db >= goal:
             break
         worst = _worst(source, made, casting, data[0], tensors, keep)
-        more = keep | dict.fromkeys(worst, "")
-        again, other = _cast(source, precision, keep=more, **options)
+        again, other = _cast(source, precision, keep=keep | dict.fromkeys(worst, ""), **options)
         gained = _distance(exact, again, other, data[0])
         if not worst or gained is None or gained < db + 3:
             break
-        text = f"with these the outputs have {gained:.0f} instead of {db:.0f} dB"
-        keep |= dict.fromkeys(worst, text)
+        keep |= dict.fromkeys(worst, f"with these the outputs have {gained:.0f} instead of {db:.0f} dB")
         made, casting = _cast(source, precision, keep=keep, **options)
         db = gained
     return made, casting, db, worst[:4]

@@ -81,6 +81,20 @@ class _Lifting:
         self.constants: dict[tuple[Any, ...], str] = {}
         # Tensors that are never negative, as far as the graph tells, and inputs, whose sign the images decide.
         self.positive: set[str] = {value.name for value in self.graph.input}
+        self._rules: dict[str, Callable[[onnx.NodeProto], None]] = {
+            **dict.fromkeys([*_UNARY, *_POOLS], self._unary),
+            **dict.fromkeys(_BINARY, self._binary),
+            **dict.fromkeys(_DYNAMIC, self._dynamic),
+            **dict.fromkeys(_INTEGER, self._integer),
+            "QuantizeLinear": self._quantize,
+            "DequantizeLinear": self._dequantize,
+            "DynamicQuantizeLinear": self._quantize_dynamic,
+            "QLinearConv": self._conv,
+            "QGemm": self._gemm,
+            "QLinearConcat": self._concat,
+            "QLinearWhere": self._where,
+            "MatMulNBits": self._blocks,
+        }
 
     def lift(self) -> None:
         for node in self.graph.node:
@@ -93,9 +107,8 @@ class _Lifting:
                     f"{self.source.path}: {node.name} ({node.op_type}) reads the integers {read[0]!r} themselves; give "
                     "the float file that it was made from"
                 )
-            rule = self._rule(node)
-            if rule is not None:
-                rule(node)
+            if node.op_type in self._rules:
+                self._rules[node.op_type](node)
                 continue
             if read:
                 self._moved(node, read[0])
@@ -111,23 +124,6 @@ class _Lifting:
         """Return True for the result of a product of integers, which a Cast alone makes a float."""
         scales, zeros = self.real[name]
         return zeros.dtype == np.int32 and float(scales) == 1.0
-
-    def _rule(self, node: onnx.NodeProto) -> Callable[[onnx.NodeProto], None] | None:
-        rules = {
-            **dict.fromkeys([*_UNARY, *_POOLS], self._unary),
-            **dict.fromkeys(_BINARY, self._binary),
-            **dict.fromkeys(_DYNAMIC, self._dynamic),
-            **dict.fromkeys(_INTEGER, self._integer),
-            "QuantizeLinear": self._quantize,
-            "DequantizeLinear": self._dequantize,
-            "DynamicQuantizeLinear": self._quantize_dynamic,
-            "QLinearConv": self._conv,
-            "QGemm": self._gemm,
-            "QLinearConcat": self._concat,
-            "QLinearWhere": self._where,
-            "MatMulNBits": self._blocks,
-        }
-        return rules.get(node.op_type)
 
     def _value(self, name: str) -> NDArray[Any]:
         value = self.index.value(name) if name in self.index.unchanging else None
@@ -177,12 +173,7 @@ class _Lifting:
     def _number(self, name: str, value: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any], axis: int) -> str:
         key = (name, scales.tobytes(), zeros.tobytes(), axis)
         if key not in self.constants:
-            shape = [1] * value.ndim
-            if scales.size > 1:
-                shape[axis] = -1
-                scales, zeros = scales.reshape(shape), zeros.reshape(shape) if zeros.size > 1 else zeros.reshape(())
-            else:
-                scales, zeros = scales.reshape(()), zeros.reshape(())
+            scales, zeros = (_along(one, value.ndim, axis) for one in (scales, zeros))
             real = (value.astype(np.float32) - zeros.astype(np.float32)) * scales
             self.constants[key] = self.index.add_constant(added_tensor(name, "float"), real.astype(scales.dtype))
         return self.constants[key]
@@ -267,9 +258,7 @@ class _Lifting:
             size = block or -(-value.shape[axis] // scales.shape[axis])
             scales, zeros = (np.repeat(one, size, axis).take(range(value.shape[axis]), axis) for one in (scales, zeros))
         elif scales.size > 1:
-            shape = [1] * value.ndim
-            shape[axis % value.ndim] = -1
-            scales, zeros = scales.reshape(shape), zeros.reshape(shape)
+            scales, zeros = (_along(one, value.ndim, axis) for one in (scales, zeros))
         real = (value.astype(np.float32) - zeros.astype(np.float32)) * scales.astype(np.float32)
         return real.reshape(value.shape).astype(scales.dtype)
 
@@ -278,8 +267,7 @@ class _Lifting:
             raise QuantizationError(f"{self.source.path}: {node.name} has its channels last; quantize the float file")
         kind = (_UNARY | _POOLS)[node.op_type]
         attributes = {k: v for k, v in self._kept(node).items() if k not in {"channels_last", "opset"}}
-        source = self._operand(*node.input[:3])
-        self._computed(kind, [source], node, *_two(node.input[3:5]), **attributes)
+        self._computed(kind, [self._operand(*node.input[:3])], node, *_two(node.input[3:5]), **attributes)
 
     def _binary(self, node: onnx.NodeProto) -> None:
         a = self._operand(*_three(node.input[:3]), axis=-2)
@@ -300,9 +288,8 @@ class _Lifting:
 
     def _gemm(self, node: onnx.NodeProto) -> None:
         names = [*node.input, *[""] * (9 - len(node.input))]
-        a = self._operand(*_three(names[:3]))
-        b = self._operand(*_three(names[3:6]), axis=0 if attribute(node, "transB", 0) else 1)
-        inputs = [a, b]
+        axis = 0 if attribute(node, "transB", 0) else 1
+        inputs = [self._operand(*_three(names[:3])), self._operand(*_three(names[3:6]), axis=axis)]
         if names[6]:
             inputs.append(self._bias(names[6], names[1], names[4], attribute(node, "alpha", 1.0)))
         kept = self._kept(node, "alpha", "transA", "transB")
@@ -418,6 +405,10 @@ class _Lifting:
 
 
 _ENDS = (("low", 0.0), ("high", 6.0))
+
+
+def _along(values: NDArray[Any], rank: int, axis: int) -> NDArray[Any]:
+    return values.reshape([-1 if i == axis % rank else 1 for i in range(rank)] if values.size > 1 else ())
 
 
 def _two(names: Sequence[str]) -> tuple[str, str]:

@@ -112,8 +112,7 @@ def to_pt2e(
         if example_inputs is None:
             raise ExportError("to_pt2e of a module needs example_inputs, which it is exported with")
         with tempfile.TemporaryDirectory() as folder:
-            file = export_onnx(model, example_inputs, Path(folder, "model.onnx"), dynamic_batch=False)
-            return to_pt2e(file)
+            return to_pt2e(export_onnx(model, example_inputs, Path(folder, "model.onnx"), dynamic_batch=False))
     return _program(load_source(model, quantized=True), batch_size)[0]
 
 

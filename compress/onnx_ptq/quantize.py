@@ -81,16 +81,16 @@ from compress.quantization.ptq.on_images import (
     ChannelScale,
     Consumer,
     Group,
-    choose_scales,
+    choose,
     convolve,
     groups_of,
     looks_at_layers,
     lowest_expected,
-    poor_products,
     products_of,
     scaling_note,
     signed_tensors,
     spread,
+    widen,
 )
 from compress.quantization.ptq.quantize import kept, methods, quantize, smoothed
 from compress.quantization.ptq.rescaling import column_factor
@@ -264,12 +264,21 @@ def scale_channels(
     """
     _, _, reading = _read(source, first, spec)
     placement = place_on_images(source, reading, spec, batches)
-    choose = partial(_chosen, source, reading, _groups(source, reading, placement), _products(reading, placement), spec)
-    scales, rules = on_images(choose, source, batches)
+    groups = _groups(source, reading, placement)
+    chosen = partial(
+        choose,
+        groups,
+        _products(reading, placement),
+        spec=spec,
+        watch=partial(_watch, source),
+        consumer=partial(_consumer, reading),
+        least=lambda _: 0.0,
+    )
+    scales, rules = on_images(chosen, source, batches)
     index, used = Index(source), list[ChannelScale]()
-    for group, scale in scales:
-        if _write(index, reading, group, scale, spec.only_target):
-            used.append(scale)
+    for group in (group for group in groups if group.tensor in scales):
+        if _write(index, reading, group, scales[group.tensor], spec.only_target):
+            used.append(scales[group.tensor])
             index = Index(source)
     return rules, scaling_note(used)
 
@@ -698,23 +707,11 @@ def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches
         return work(batches[:_BATCHES])
 
 
-def _chosen(
-    source: SourceFile,
-    reading: Reading,
-    groups: Sequence[Group],
-    products: Sequence[Node],
-    spec: QuantSpec,
-    images: Sequence[Arrays],
-) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
-    def watch(names: Sequence[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
-        session = FloatSession(source, names)
-        return lambda feed: {
-            name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
-        }
-
-    consumer = partial(_consumer, reading)
-    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, least=lambda _: 0.0)
-    return scales, (*clipped, *poor_products(products, images, spec, watch=watch))
+def _watch(source: SourceFile, names: Iterable[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
+    session = FloatSession(source, names)
+    return lambda feed: {
+        name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
+    }
 
 
 def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
@@ -776,8 +773,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
         shape = (1, -1, *(1,) * (len(group.layers[0].inputs[0].shape or ()) - 2)) if group.convolution else (-1,)
         first = next(place for place, node in enumerate(graph.node) if group.tensor in node.output)
         constants = index.add_constant(f"{name}_scale", factor.reshape(shape))
-        added = helper.make_node("Mul", [group.tensor, constants], [name], name=name)
-        graph.node.insert(first + 1, added)
+        graph.node.insert(first + 1, helper.make_node("Mul", [group.tensor, constants], [name], name=name))
         for node in nodes:
             node.input[0] = name
     for node, position, value in plan or []:
@@ -888,7 +884,7 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
     tensors = signed_tensors(placement, spec)
     if not tensors:
         return placement
-    seen = on_images(lambda images: _ranges(FloatSession(source, tensors), images), source, batches)
+    seen = on_images(partial(_ranges, _watch(source, tensors)), source, batches)
     index = Index(source)
 
     def constant(user: Node, node: Node) -> Tensor | None:
@@ -900,14 +896,11 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
     return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
 
 
-def _ranges(session: FloatSession, images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
+def _ranges(run: Callable[[Arrays], Mapping[str, Tensor]], images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     for image in spread(images):
-        for name, value in session.run(image).items():
-            array = np.asarray(value)
-            if array.size:
-                low, high = found.get(name, (math.inf, -math.inf))
-                found[name] = min(low, float(array.min())), max(high, float(array.max()))
+        for name, x in run(image).items():
+            widen(found, name, x)
     return found
 
 
@@ -940,13 +933,13 @@ def correct_biases(
     layers = _layers(reading, placement)
     if not layers:
         return ()
-    session = FloatSession(source, dict.fromkeys(layer.input for layer in layers))
+    run = _watch(source, dict.fromkeys(layer.input for layer in layers))
     means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
     for image in spread(images):
-        found = session.run(image)
+        found = run(image)
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
-            x = torch.from_numpy(np.asarray(found[layer.input], np.float32))
+            x = found[layer.input]
             key, scale = (layer.input, layer.site.name), scale_from_amax(amax[layer.site.name], layer.site.format)
             if key not in rounded:
                 rounded[key] = fake_quantize(x, scale, layer.site.format)

@@ -303,8 +303,7 @@ class _Reader:
         self.add(Node(name=results[0], kind="unknown", path=node.name, inputs=inputs, note=note), node)
 
     def _compound(self, found: Compound) -> None:
-        name = found.nodes[-1].output[0]
-        made = Node(name=name, kind=found.kind, inputs=(self.tensor(found.input),))
+        made = Node(name=found.nodes[-1].output[0], kind=found.kind, inputs=(self.tensor(found.input),))
         if found.kind == "linear":
             bias = [key for key in found.nodes[1].input if key not in found.nodes[0].output]
             self._weighted(made, found.nodes[0], bias=bias[0], transposed=True)

@@ -39,7 +39,7 @@ from compress.errors import (
     near_misses,
 )
 from compress.files import path_of
-from compress.graph.inputs import batch_inputs
+from compress.graph.inputs import as_array, batch_inputs
 from compress.onnx_graph import (
     RANDOM,
     SMALL_CONSTANT,
@@ -563,9 +563,9 @@ def _arrays(batch: Any, inputs: Sequence[TensorInfo]) -> Arrays:
             raise DataError(
                 f"a batch holds {got}; the file's inputs are {', '.join(names)}{near_misses(missing[0], batch)}"
             )
-        values = [_as_array(batch[name]) for name in names]
+        values = [as_array(batch[name]) for name in names]
     else:
-        values = [_as_array(x) for x in batch_inputs(as_tensors(batch), len(inputs))]
+        values = [as_array(x) for x in batch_inputs(as_tensors(batch), len(inputs))]
     return {t.name: _fitting(t, value) for t, value in zip(inputs, values, strict=True)}
 
 
@@ -576,17 +576,9 @@ def as_tensors(batch: Any) -> object:
     if not isinstance(batch, np.ndarray):
         return batch
     try:
-        return torch.from_numpy(_as_array(batch))
+        return torch.from_numpy(as_array(batch))
     except TypeError:  # objects, texts
         raise CalibrationError(f"a batch is an array of {batch.dtype}; give numbers, such as float32") from None
-
-
-def _as_array(value: Any) -> NDArray[Any]:
-    if not isinstance(value, torch.Tensor):
-        array = np.asarray(value)
-        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # a type of ml_dtypes
-    value = value.detach().cpu()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from compress.engines.base import Arrays, TensorInfo
 from compress.errors import CompressError, ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
+from compress.graph.ops import modules_above
 from compress.graph.spelled import KNOWN
 from compress.onnx_graph import (
     AVERAGE_POOLS,
@@ -99,7 +100,7 @@ class Builder:
         self._made: dict[str, Value] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._paths: set[str] = set()
-        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
+        self._prefixes = {prefix for node in index.graph.node for prefix in modules_above(_safe(node.name))}
         self._used = set(self._prefixes)
         self._inputs: list[fx.Node] = []
 
@@ -139,8 +140,7 @@ class Builder:
 
     def constant(self, name: str, value: NDArray[Any]) -> fx.Node:
         """Add a constant tensor, which training leaves as it is."""
-        key = _identifier(name)
-        key = free_name(key, self._names)
+        key = free_name(_identifier(name), self._names)
         tensor = torch.from_numpy(np.array(value))
         self.root.register_buffer(key, tensor.float() if tensor.is_floating_point() else tensor)
         return self.graph.get_attr(key)
@@ -156,7 +156,7 @@ class Builder:
         """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
         name = _safe(node.name)
         parts = [part for part in name.split(".") if part]
-        nested = ".".join(parts) == name and not _prefixes(name) & self._paths
+        nested = ".".join(parts) == name and self._paths.isdisjoint(modules_above(name))
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
@@ -226,11 +226,6 @@ def _safe(name: str) -> str:
     """Return the name of a node with none but characters, and parts, that a module may have."""
     parts = re.sub(_UNSAFE, "_", name).split(".")
     return ".".join(f"layer_{part}" if iskeyword(part) or part in _TAKEN else part for part in parts)
-
-
-def _prefixes(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -485,10 +480,6 @@ def _along(function: Any, axis: int) -> Converter:
     return convert
 
 
-def _global(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(_GLOBAL[node.op_type][len(b.shapes[node.input[0]]) - 2], b.tensor(node.input[0]), 1)
-
-
 def _clip(b: Builder, node: onnx.NodeProto) -> Value:
     low, high = (
         b.index.number(node.input[i]) if len(node.input) > i and node.input[i] else attribute(node, key, None)
@@ -500,10 +491,6 @@ def _clip(b: Builder, node: onnx.NodeProto) -> Value:
     if low is high is None:
         return x
     return b.call(F.relu, x) if low == 0 and high is None else b.call(torch.clamp, x, min=low, max=high)
-
-
-def _gelu(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(F.gelu, b.tensor(node.input[0]), approximate=attribute(node, "approximate", b"none").decode())
 
 
 def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Value:
@@ -659,17 +646,8 @@ def _gather(b: Builder, node: onnx.NodeProto) -> Value:
         return b.call("select", x, axis, int(value))
     if value.ndim > 1:
         raise QuantizationError("its indices have several axes")
-    size = b.shapes[node.input[0]][axis]
-    positive = np.where(value < 0, value + size, value)
+    positive = np.where(value < 0, value + b.shapes[node.input[0]][axis], value)
     return b.call(torch.index_select, x, axis, b.constant(f"{node.output[0]}_indices", positive.astype(np.int64)))
-
-
-def _concat(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(torch.cat, [b.tensor(name) for name in node.input], dim=int(attribute(node, "axis", 0)))
-
-
-def _tile(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call("repeat", b.tensor(node.input[0]), *b.integers(node.input[1]))
 
 
 def _shuffle(b: Builder, node: onnx.NodeProto) -> Value:
@@ -691,26 +669,10 @@ def _cast(b: Builder, node: onnx.NodeProto) -> Value:
     return b.call("to", x, _TYPES[to])
 
 
-def _where(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(torch.where, b.tensor(node.input[0]), b.operand(node.input[1]), b.operand(node.input[2]))
-
-
-def _einsum(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(torch.einsum, attribute(node, "equation", b"").decode(), *(b.tensor(name) for name in node.input))
-
-
 def _cumulative(b: Builder, node: onnx.NodeProto) -> Value:
     if attribute(node, "exclusive", 0) or attribute(node, "reverse", 0):
         raise QuantizationError("it leaves out the number itself, or begins at the end")
     return b.call(torch.cumsum, b.tensor(node.input[0]), b.integers(node.input[1])[0])
-
-
-def _passed(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.tensor(node.input[0])
-
-
-def _reciprocal(b: Builder, node: onnx.NodeProto) -> Value:
-    return b.call(operator.truediv, 1.0, b.tensor(node.input[0]))
 
 
 def _pair(operator_name: str) -> Converter:
@@ -797,7 +759,9 @@ OPERATORS: dict[str, Converter] = {
     "LeakyRelu": _one(F.leaky_relu, negative_slope=("alpha", 0.01)),
     "Elu": _one(F.elu, alpha=("alpha", 1.0)),
     "Celu": _one(F.celu, alpha=("alpha", 1.0)),
-    "Gelu": _gelu,
+    "Gelu": lambda b, node: b.call(
+        F.gelu, b.tensor(node.input[0]), approximate=attribute(node, "approximate", b"none").decode()
+    ),
     "HardSigmoid": _hard_sigmoid,
     "Clip": _clip,
     "Softmax": _along(torch.softmax, -1),
@@ -805,13 +769,17 @@ OPERATORS: dict[str, Converter] = {
     "Pow": _many(torch.pow),
     "Max": _many(torch.maximum),
     "Min": _many(torch.minimum),
-    "Where": _where,
-    "Einsum": _einsum,
+    "Where": lambda b, node: b.call(torch.where, b.tensor(node.input[0]), *map(b.operand, node.input[1:])),
+    "Einsum": lambda b, node: b.call(
+        torch.einsum, attribute(node, "equation", b"").decode(), *map(b.tensor, node.input)
+    ),
     "ArgMax": _along(torch.argmax, 0),
     "ArgMin": _along(torch.argmin, 0),
     "CumSum": _cumulative,
-    "GlobalAveragePool": _global,
-    "GlobalMaxPool": _global,
+    **dict.fromkeys(
+        _GLOBAL,
+        lambda b, node: b.call(_GLOBAL[node.op_type][len(b.shapes[node.input[0]]) - 2], b.tensor(node.input[0]), 1),
+    ),
     "MaxPool": _pool,
     "AveragePool": _pool,
     "Resize": _resize,
@@ -826,13 +794,12 @@ OPERATORS: dict[str, Converter] = {
     "Split": _split,
     "Slice": _slice,
     "Gather": _gather,
-    "Concat": _concat,
-    "Tile": _tile,
+    "Concat": lambda b, node: b.call(torch.cat, [*map(b.tensor, node.input)], dim=int(attribute(node, "axis", 0))),
+    "Tile": lambda b, node: b.call("repeat", b.tensor(node.input[0]), *b.integers(node.input[1])),
     "DepthToSpace": _shuffle,
     "Cast": _cast,
-    "Identity": _passed,
-    "Dropout": _passed,
-    "Reciprocal": _reciprocal,
+    **dict.fromkeys(("Identity", "Dropout"), lambda b, node: b.tensor(node.input[0])),
+    "Reciprocal": lambda b, node: b.call(operator.truediv, 1.0, b.tensor(node.input[0])),
 }
 
 

@@ -245,8 +245,7 @@ def _prune(this: Run, float_model: nn.Module) -> None:
     ptq_step(this, float_model)
     quantized = ptq_step(this, sparse, Variant.SPARSE_PTQ)
     if this.recipe.qat is not None:
-        zeros = zeros_of(this, quantized)
-        qat_step(this, float_model, quantized, Variant.SPARSE_QAT, masks=zeros)
+        qat_step(this, float_model, quantized, Variant.SPARSE_QAT, masks=zeros_of(this, quantized))
 
 
 def _measure(this: Run) -> None:

@@ -592,8 +592,7 @@ class Run:
     def batches(self, split: str, batch_size: int, *, limit: int | None = None) -> list[Tensor]:
         """Unaugmented images on the CPU."""
         part = self.data.train if split == "train" else self.data.val
-        plan = BatchPlan(batch_size=batch_size, limit=limit)
-        return [images for images, _ in part.batches(plan)]
+        return [images for images, _ in part.batches(BatchPlan(batch_size=batch_size, limit=limit))]
 
     def path(self, name: str) -> Path:
         return self.folder / name

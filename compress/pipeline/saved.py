@@ -301,8 +301,7 @@ def bench_end_to_end(
     images, `split` if loaded. `device` resizes and normalizes.
     """
     networks = networks_of(files)
-    most = max(spec.batch_sizes, default=1)
-    pictures, max_pixels = _pictures_of(files[0], images, split, most)
+    pictures, max_pixels = _pictures_of(files[0], images, split, max(spec.batch_sizes, default=1))
     results: list[EndToEnd] = []
     unavailable: dict[str, str] = {}
     for batch_size in spec.batch_sizes:

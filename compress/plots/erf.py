@@ -42,8 +42,7 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, n
         scale = middle.imshow(heat, cmap=HEAT, vmin=0, vmax=1)
         figure.colorbar(scale, ax=middle, location="bottom", shrink=0.8, label="influence, largest = 1")
         floor = -float(DECADES)
-        levels = heat.clamp_min(10**floor).log10()
-        scale = right.imshow(levels, cmap=HEAT, vmin=floor, vmax=0)
+        scale = right.imshow(heat.clamp_min(10**floor).log10(), cmap=HEAT, vmin=floor, vmax=0)
         figure.colorbar(scale, ax=right, location="bottom", shrink=0.8, label="log10 of the influence")
         for axes, title in ((left, "on the image"), (middle, "linear scale"), (right, "logarithmic scale")):
             _frame(axes, field, title)
@@ -118,8 +117,9 @@ def draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
     box = _box(field)
     if box is None:
         return
-    edges = [(max(a, 0) - 0.5, min(b, n - 1) + 0.5) for (a, b), n in zip(box, field.heat.shape, strict=True)]
-    (top, bottom), (left, right) = edges
+    (top, bottom), (left, right) = (
+        (max(a, 0) - 0.5, min(b, n - 1) + 0.5) for (a, b), n in zip(box, field.heat.shape, strict=True)
+    )
     axes.add_patch(
         Rectangle(
             (left, top),
@@ -154,13 +154,9 @@ def _draw_sigmas(axes: Axes, field: EffectiveReceptiveField, colour: str) -> Non
 def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
     height, width = field.heat.shape
     axes.grid(visible=False)
-    axes.set_xlim(-0.5, width - 0.5)
-    axes.set_ylim(height - 0.5, -0.5)
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel="column, px", ylabel="row, px")
     axes.set_title(title, fontsize=9.5)
-    axes.set_xlabel("column, px")
-    axes.set_ylabel("row, px")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(True)
+    axes.spines[["top", "right"]].set_visible(True)
 
 
 def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", text: str = "") -> Figure:
@@ -207,7 +203,17 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         axes.step(range(len(rows)), wide, where="mid", color=LIGHT["blue"], label="widest path")
         if any(a != b for a, b in zip(wide, narrow, strict=True) if not math.isnan(a)):
             axes.step(range(len(rows)), narrow, where="mid", color=LIGHT["sky"], label="narrowest path (shortcuts)")
-        _image_side(axes, min(table.image_size))
+        side = min(table.image_size)
+        axes.axhline(side, color=LIGHT["muted"], linewidth=0.9)
+        axes.annotate(
+            f"side of the image, {side} px",
+            (0.01, side),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=LIGHT["muted"],
+        )
         first = next((i for i, row in enumerate(rows) if row.status == "global"), None)
         if first is not None:
             axes.axvspan(first, len(rows), color=LIGHT["amber"], alpha=0.14, linewidth=0)
@@ -220,30 +226,13 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
                 fontsize=8.5,
                 color=LIGHT["ink"],
             )
-        _log_sizes(axes)
+        axes.set_yscale("log", base=2)
+        plain_ticks(axes.yaxis)
         axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
         axes.set_title(f"{name or table.model}: what a unit can see")
         caption(figure, table_caption(table))
         return figure
-
-
-def _image_side(axes: Axes, side: int) -> None:
-    axes.axhline(side, color=LIGHT["muted"], linewidth=0.9)
-    axes.annotate(
-        f"side of the image, {side} px",
-        (0.01, side),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        fontsize=7.5,
-        color=LIGHT["muted"],
-    )
-
-
-def _log_sizes(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-    plain_ticks(axes.yaxis)
 
 
 def _side(size: Sequence[int | None]) -> float:

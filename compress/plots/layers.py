@@ -60,7 +60,10 @@ def lay_out(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> Layout:
     for node in reversed(nodes):  # a node without inputs is placed just above its first consumer
         if not before[node] and after[node]:
             level[node] = min(level[b] for b in after[node]) - 1
-    chains = {edge: _chain(edge, level) for edge in dict.fromkeys(edges)}
+    chains = {
+        (start, end): [start, *(f"{start}>{end}>{i}" for i in range(level[start] + 1, level[end])), end]
+        for start, end in dict.fromkeys(edges)
+    }
     links = [pair for chain in chains.values() for pair in pairwise(chain)]
     for chain in chains.values():
         for step, point in enumerate(chain):
@@ -69,11 +72,6 @@ def lay_out(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> Layout:
     places = {node: (x[node], float(level[node])) for node in nodes}
     routes = {edge: [(x[point], float(level[point])) for point in chain] for edge, chain in chains.items()}
     return Layout(places=places, routes=routes)
-
-
-def _chain(edge: tuple[str, str], level: Mapping[str, int]) -> list[str]:
-    start, end = edge
-    return [start, *(f"{start}>{end}>{i}" for i in range(level[start] + 1, level[end])), end]
 
 
 def _columns(level: Mapping[str, int], links: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -114,9 +112,8 @@ _TOP, _ROW = 0.6, 0.26
 
 
 def draw_block(graph: BlockGraph, form: Format | None = None) -> Figure:
-    layout = lay_out(list(graph.boxes), graph.edges)
     with styled():
-        return _draw(graph, layout, form)
+        return _draw(graph, lay_out(list(graph.boxes), graph.edges), form)
 
 
 def _draw(graph: BlockGraph, layout: Layout, form: Format | None) -> Figure:
@@ -127,9 +124,7 @@ def _draw(graph: BlockGraph, layout: Layout, form: Format | None) -> Figure:
     top = _TOP + _ROW * -(-len(_LEGEND) // in_row)
     height = top + rows * _HEIGHT + 0.05
     figure = Figure(figsize=(width, height))
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
     left = (width - columns * _WIDTH) / 2
 
@@ -200,12 +195,11 @@ _SERIES = {
 
 
 def sqnr_series(layers: Sequence[LayerRow]) -> dict[str, list[tuple[str, float]]]:
-    series = {}
-    for attribute, title in _SERIES.items():
-        values = [(row.name, float(getattr(row, attribute))) for row in layers if finite(getattr(row, attribute))]
-        if values:
-            series[title] = values
-    return series
+    found = {
+        title: [(row.name, float(getattr(row, key))) for row in layers if finite(getattr(row, key))]
+        for key, title in _SERIES.items()
+    }
+    return {title: values for title, values in found.items() if values}
 
 
 def worst(values: Sequence[tuple[str, float]], count: int = WORST) -> list[tuple[str, float]]:
@@ -241,16 +235,11 @@ def _sqnr_panel(axes: Axes, values: Sequence[tuple[str, float]], form: Format) -
         axes.text(x, y, f"{low[name]}", ha="center", va="bottom", fontsize=8, weight="bold")
     short = dict(zip([n for n, _ in values], distinct([n for n, _ in values]), strict=True))
     lines = [f"{low[name]}\u2002{shorten(short[name], 28)}\u2002{value:.1f} dB" for name, value in worst(values)]
-    if form.narrow:
-        corner, offset = (0, 0), (0, -24)
-    else:
-        corner, offset = (1, 1), (10, 0)
-        lines.insert(0, "lowest")
+    lines, corner, offset = (lines, (0, 0), (0, -24)) if form.narrow else (["lowest", *lines], (1, 1), (10, 0))
     axes.annotate(
         "\n".join(lines), corner, offset, "axes fraction", "offset points", va="top", fontsize=8, linespacing=1.5
     )
-    axes.set_ylabel("SQNR, dB")
-    axes.set_xlim(-0.8, len(values) - 0.2)
+    axes.set(ylabel="SQNR, dB", xlim=(-0.8, len(values) - 0.2))
     _stages(axes, [name for name, _ in values], most=5 if form.narrow else 12)
     bare(axes)
 
@@ -395,8 +384,7 @@ def largest(histogram: Histogram) -> float:
 def expected_sqnr_db(histogram: Histogram, *, num_bits: int = 8) -> float:
     counts, edges = bins_of(histogram)
     centres = np.abs(edges[:-1] + edges[1:]) / 2
-    levels = 2 ** (num_bits - 1) - 1 if histogram.signed else 2**num_bits - 1
-    step = histogram.amax / levels
+    step = histogram.amax / (2 ** (num_bits - 1) - 1 if histogram.signed else 2**num_bits - 1)
     noise = np.where(centres <= histogram.amax, step**2 / 12, (centres - histogram.amax) ** 2)
     signal, lost = float((counts * centres**2).sum()), float((counts * noise).sum())
     return 10 * math.log10(signal / lost) if signal > 0 and lost > 0 else math.inf
@@ -431,8 +419,7 @@ def _panel(axes: Axes, histogram: Histogram) -> None:
         patch = axes.stairs(np.where(part, shown, np.nan), edges, fill=True, baseline=0.5, color=LIGHT[colour])
         where = "within amax" if colour == "blue" else "clipped"
         tip(patch, f"{histogram.name}: {compact(float(np.nansum(np.where(part, counts, 0))))} values {where}")
-    axes.set_yscale("log")
-    axes.set_ylim(0.5, max(2.0, float(counts.max()) * 12))
+    axes.set(yscale="log", ylim=(0.5, max(2.0, float(counts.max()) * 12)))
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(compact))

@@ -82,8 +82,7 @@ def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figu
     loss.set_title("Loss")
     title = "Top-1" if judged == TOP1 else judged.title
     score.set_title(f"{title}, {judged.unit}" if judged.unit else title)
-    handles, labels = score.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 if form.narrow else 4, handlelength=1.8)
+    figure.legend(loc="outside lower center", ncols=2 if form.narrow else 4, handlelength=1.8)
     return figure
 
 
@@ -144,9 +143,8 @@ def _limits(loss: Axes, score: Axes, parts: Phases, epochs: int, judged: Judged)
     losses = [v for row in rows for v in (row.train_loss, row.val_loss) if finite(v)]
     loss.set_ylim(min([0.0, *losses]), 1.1 * max([0.0, *losses]) or 1.0)
     for axes in (loss, score):
-        axes.set_xlim(0.5, epochs + 0.5)
+        axes.set(xlim=(0.5, epochs + 0.5), xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
-        axes.set_xlabel("epoch")
         bare(axes)
 
 
@@ -167,10 +165,7 @@ def draw_precision(rows: Sequence[PrecisionRow], form: Format) -> Figure:
             mean = 100 * float(np.mean(row.precision))
             (line,) = axes.plot(recall, 100 * np.asarray(row.precision), color=colours[row.variant], linewidth=1.6)
             tip(line, f"{label(row.variant)}, {plain(name)}: AP50 {mean:.1f} %")
-        axes.set_title(plain(name))
-        axes.set_xlim(0, 100)
-        axes.set_ylim(0, 102)
-        axes.set_yticks(range(0, 101, 25))
+        axes.set(title=plain(name), xlim=(0, 100), ylim=(0, 102), yticks=range(0, 101, 25))
         bare(axes)
     for axes in grid.ravel()[len(classes) :]:
         axes.set_visible(False)
@@ -180,8 +175,7 @@ def draw_precision(rows: Sequence[PrecisionRow], form: Format) -> Figure:
         axes.set_ylabel("precision, %")
     for variant in variants:
         grid[0, 0].plot([], [], color=colours[variant], linewidth=3, label=label(variant))
-    handles, names = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(variants), handlelength=1.2)
+    figure.legend(loc="outside lower center", ncols=len(variants), handlelength=1.2)
     return figure
 
 
@@ -332,14 +326,13 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def _candidates(anchor: _Place, size: _Place, radius: float) -> list[Box]:
-    boxes = []
-    for ring in _RINGS:
-        reach = radius + ring
-        for k in range(_ANGLES):
-            dx, dy = math.cos(2 * math.pi * k / _ANGLES), math.sin(2 * math.pi * k / _ANGLES)
-            x, y = anchor[0] + reach * dx + dx * size[0] / 2, anchor[1] + reach * dy + dy * size[1] / 2
-            boxes.append((x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2))
-    return boxes
+    angles = [2 * math.pi * k / _ANGLES for k in range(_ANGLES)]
+    moves = [
+        (reach, math.cos(angle), math.sin(angle)) for reach in (radius + ring for ring in _RINGS) for angle in angles
+    ]
+    (x, y), (width, height) = anchor, size
+    centres = [(x + reach * dx + dx * width / 2, y + reach * dy + dy * height / 2) for reach, dx, dy in moves]
+    return [(x - width / 2, y - height / 2, x + width / 2, y + height / 2) for x, y in centres]
 
 
 def _cost(box: Box, anchor: _Place, others: Sequence[Box], bounds: Box, rivals: Sequence[_Place]) -> float:
@@ -417,11 +410,12 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
                 markeredgewidth=0.8,
                 zorder=3,
             )
-            tip(mark, _said(point, judged))
+            where = f"{label(point.variant)}, {label(point.engine)}: {judged.title} {judged.text(point.score)}"
+            tip(mark, f"{where}, p50 {significant(point.p50_ms)} ms")
             if point.interval is not None:
                 axes.vlines(point.p50_ms, *point.interval, color=colours[point.variant], linewidth=1.2, zorder=2)
-    axes.set_xlabel(f"p50 latency, ms (batch {points[0].batch_size})")
-    axes.set_ylabel(f"{judged.title}, {judged.unit}" if judged.unit else judged.title)
+    y_label = f"{judged.title}, {judged.unit}" if judged.unit else judged.title
+    axes.set(xlabel=f"p50 latency, ms (batch {points[0].batch_size})", ylabel=y_label)
     if form.narrow:
         figure.legend(loc="outside upper left", ncols=2, handletextpad=0.2, columnspacing=1.2)
     better = _better(axes)
@@ -430,17 +424,11 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
     return figure
 
 
-def _said(point: Point, judged: Judged) -> str:
-    value = f"{judged.title} {judged.text(point.score)}"
-    return f"{label(point.variant)}, {label(point.engine)}: {value}, p50 {significant(point.p50_ms)} ms"
-
-
 def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
     latencies = [point.p50_ms for point in points]
     low, high = min(latencies), max(latencies)
     if high / low > _LOG_FROM:
-        axes.set_xscale("log")
-        axes.set_xlim(low / 1.45, high * 1.45)
+        axes.set(xscale="log", xlim=(low / 1.45, high * 1.45))
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(compact))
@@ -455,10 +443,9 @@ def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
         axes.invert_yaxis()  # better is up, as in every figure of this kind
     axes.yaxis.set_major_locator(MaxNLocator(6))
     if judged.unit == "%":  # there may be room above 100 % and below zero, and nothing to be read there
-        low, high = axes.get_ylim()
-        bounds = sorted((low, high))
-        axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, bounds[0]) <= tick <= min(100.0, bounds[1])])
-        axes.set_ylim(low, high)
+        span = axes.get_ylim()
+        low, high = max(0.0, min(span)), min(100.0, max(span))
+        axes.set(yticks=[tick for tick in axes.get_yticks() if low <= tick <= high], ylim=span)
 
 
 def _better(axes: Axes) -> Text:
@@ -534,8 +521,7 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
             axes.text(end + longest * 0.015, y, f"{significant(p50)}{gain}", va="center", fontsize=8)
             ticks.append((y, label(row.variant, 14)))
         y -= 1.15
-    axes.set_xlim(0, longest * 1.28)
-    axes.set_ylim(y + 0.5, 0.6)
+    axes.set(xlim=(0, longest * 1.28), ylim=(y + 0.5, 0.6))
     axes.set_yticks([t for t, _ in ticks], [name for _, name in ticks])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
@@ -574,7 +560,6 @@ def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: st
             tip(point, mark.text)
     steps = sorted((m.x, m.y) for m in marks if m.kind in {"front", "chosen"})
     axes.plot([x for x, _ in steps], [y for _, y in steps], color=LIGHT["blue"], linewidth=1, zorder=1)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     axes.legend()
     return figure

@@ -238,13 +238,11 @@ def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
 
 
 def _operation(names: Sequence[str]) -> str:
-    units = {parse_precision(name).operation for name in names}
-    return "op" if "op" in units else "flop"
+    return "op" if "op" in {parse_precision(name).operation for name in names} else "flop"
 
 
 def _label_axes(axes: Axes, y_label: str, unit: str = "flop") -> None:
-    axes.set_xlabel(f"arithmetic intensity, {unit} per byte")
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=f"arithmetic intensity, {unit} per byte", ylabel=y_label)
     plain_ticks(axes.xaxis)
     rate_ticks(axes.yaxis)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from compress.errors import QuantizationError, near_misses
-from compress.graph.ops import WEIGHTED, kinds, layer_name, node_kind, node_module
+from compress.graph.ops import WEIGHTED, kinds, layer_name, modules_above, node_kind, node_module
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
 from compress.support.text import shorten
@@ -80,7 +80,7 @@ def typical_block(qmodel: nn.Module) -> BlockGraph | None:
     for node in graph.nodes:
         if node_kind(node) in {"quantizer", "output", "input"}:
             continue
-        for path in dict.fromkeys(part for whole in _paths(node) for part in _prefixes(whole)):
+        for path in dict.fromkeys(part for whole in _paths(node) if whole for part in (*modules_above(whole), whole)):
             members.setdefault(path, []).append(node_kind(node))
     several = {path: found for path, found in members.items() if sum(kind in WEIGHTED for kind in found) > 1}
     joining = {path: found for path, found in several.items() if {"add", "concat"} & {*found}}
@@ -89,12 +89,6 @@ def typical_block(qmodel: nn.Module) -> BlockGraph | None:
         if block is not None and len(choice[block]) <= _TYPICAL:
             return block_graph(qmodel, block)
     return None
-
-
-def _prefixes(path: str) -> list[str]:
-    """The modules that hold a module, itself included: a.b.c -> a, a.b, a.b.c."""
-    parts = path.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
 
 
 def _edges(graph: fx.Graph, shown: set[fx.Node]) -> tuple[list[tuple[str, str]], set[fx.Node]]:

@@ -169,8 +169,7 @@ def _take_over(graph_module: fx.GraphModule, node: fx.Node, moved: _Moved) -> No
         call.replace_input_with(read, _quantizer_node(graph_module, read, found, path, call, moved))
     weights = getattr(module, "_weight_quantizer", None)
     if weights is not None:
-        weight = tensor_of(twin).detach()
-        own = _range_of(weights, f"{path}._weight_quantizer", weight)
+        own = _range_of(weights, f"{path}._weight_quantizer", tensor_of(twin).detach())
         if own is not None:
             twin = quantized_layer(twin, own.format, name=path)
             weight_quantizer_of(twin).set_amax(own.amax)

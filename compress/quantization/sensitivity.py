@@ -42,7 +42,7 @@ from compress.errors import QuantizationError
 from compress.graph.compare import Noise, module_results, run_model
 from compress.graph.inputs import TARGET_KEYS, Batches, Inputs, flat_tensors, model_inputs
 from compress.graph.layers import Layer, layers
-from compress.graph.ops import PASSING, WEIGHTED, layer_name, node_kind, node_module, tensor_of, walk
+from compress.graph.ops import PASSING, WEIGHTED, layer_name, node_kind, node_module, producer_past, tensor_of, walk
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.insert import float_graph, read_fx
@@ -848,10 +848,7 @@ def _of_tensor(source: fx.Node, facts: _Facts) -> Iterator[Cause]:
         yield Cause(kind="saturation", tensor=source.name, value=clipped, text=text)
     zeroed = facts.zeroed / max(facts.count, 1.0)
     if zeroed > _ZEROED:
-        origin = source
-        while node_kind(origin) in PASSING and origin.all_input_nodes:
-            origin = origin.all_input_nodes[0]
-        tails = node_kind(origin) == "softmax"
+        tails = node_kind(producer_past(source, PASSING)) == "softmax"
         what = "probabilities are below half a step and become zero" if tails else "nonzero values become zero"
         yield Cause(
             kind="softmax tails" if tails else "dead values",

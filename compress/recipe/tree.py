@@ -422,8 +422,7 @@ def _keys_of(spec: Any, section: str) -> Iterator[RecipeKey]:
     for field in dataclasses.fields(spec):
         if field.name in known and known[field.name] == field.default:
             continue
-        members = _members(hints[field.name])
-        inner = next((m for m in members if dataclasses.is_dataclass(m)), None)
+        inner = next((m for m in _members(hints[field.name]) if dataclasses.is_dataclass(m)), None)
         if inner is not None:
             path = f"{section}.{field.name}{'[]' if get_origin(hints[field.name]) is tuple else ''}"
             nested.append((inner, path.removeprefix(".")))
@@ -441,8 +440,7 @@ def _keys_of(spec: Any, section: str) -> Iterator[RecipeKey]:
 
 
 def _members(hint: Any) -> list[Any]:
-    inner = [member for argument in get_args(hint) for member in _members(argument)]
-    return inner or [hint]
+    return [member for argument in get_args(hint) for member in _members(argument)] or [hint]
 
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}

@@ -338,28 +338,24 @@ def _typed(rows: Iterable[Mapping[str, Any]], path: Path, kind: type[T]) -> tupl
     return tuple(made)
 
 
-def _table(name: str, kind: type[T]) -> RecordFile[Sequence[T]]:
+def _table(
+    name: str, kind: type[T], own: Callable[[Mapping[str, str | None]], dict[str, Any]] = lambda cells: {}
+) -> RecordFile[Sequence[T]]:
     def parse(text: str, path: Path) -> tuple[T, ...]:
         reader = csv.DictReader(io.StringIO(text, newline=""))
         rows = ({k: v or None for k, v in row.items() if k is not None} for row in reader)
-        return _typed(rows, path, kind)
+        return _typed(({**cells, **own(cells)} for cells in rows), path, kind)
 
     return RecordFile(name=name, parse=parse)
 
 
-def _epochs(name: str) -> RecordFile[Sequence[EpochRow]]:
+_OF_AN_EPOCH = {field.name for field in fields(EpochRow)}
+
+
+def _figures(cells: Mapping[str, str | None]) -> dict[str, Any]:
     """Columns `val_<name>` without a field are figures of the task's metric."""
-    known = {field.name for field in fields(EpochRow)}
-
-    def parse(text: str, path: Path) -> tuple[EpochRow, ...]:
-        rows = []
-        for row in csv.DictReader(io.StringIO(text, newline="")):
-            cells = {k: v or None for k, v in row.items() if k is not None}
-            own = {k.removeprefix("val_"): v for k, v in cells.items() if k.startswith("val_") and k not in known}
-            rows.append({**cells, "val": {k: v for k, v in own.items() if v is not None}})
-        return _typed(rows, path, EpochRow)
-
-    return RecordFile(name=name, parse=parse)
+    own = {k: v for k, v in cells.items() if k.startswith("val_") and k not in _OF_AN_EPOCH and v is not None}
+    return {"val": {k.removeprefix("val_"): v for k, v in own.items()}}
 
 
 def _rows(name: str, kind: type[T]) -> JsonFile[Sequence[T]]:
@@ -380,14 +376,8 @@ def _metrics(text: str, path: Path) -> tuple[Metric, ...]:
         raise RunError(f"{path}: {error}") from error
 
 
-def _breakdown(text: str, path: Path) -> Breakdown:
-    value = _json(text, path, dict, "an object with a list `results`")
-    return _typed([value], path, Breakdown)[0]
-
-
 def _block(text: str, path: Path) -> BlockGraph:
-    value = _json(text, path, dict, "an object with `boxes` and `edges`")
-    graph = _typed([value], path, BlockGraph)[0]
+    (graph,) = _typed([_json(text, path, dict, "an object with `boxes` and `edges`")], path, BlockGraph)
     place = {name: i for i, name in enumerate(graph.boxes)}
     if not place or any(not {a, b} <= set(place) or place[a] >= place[b] for a, b in graph.edges):
         raise RunError(f"{path} must hold boxes, and edges from one to a later one; delete it or run the step again")
@@ -402,10 +392,9 @@ METRICS: JsonFile[Sequence[Metric]] = JsonFile(
     name="metrics.json", parse=_metrics, plain=lambda rows: [row.to_dict() for row in rows]
 )
 PLACEMENT = _table("placement.csv", Decision)
-TRAIN = _epochs("train.csv")
-QAT = _epochs("qat.csv")
-SPARSE = _epochs("sparse.csv")
-SPARSE_QAT = _epochs("sparse-qat.csv")
+TRAIN, QAT, SPARSE, SPARSE_QAT = (
+    _table(f"{name}.csv", EpochRow, _figures) for name in ("train", "qat", "sparse", "sparse-qat")
+)
 INTERVALS = _rows("intervals.json", IntervalRow)
 PRECISION = _rows("precision.json", PrecisionRow)
 PREDICTIONS = _rows("predictions.json", PredictionRow)
@@ -416,7 +405,11 @@ OPERATIONS = _rows("audit.json", OperationRow)
 BUILT_ENGINES = _rows("engines.json", BuiltRow)
 ENGINES = _rows("engine_audit.json", EngineRow)
 SLOWER = _rows("slower.json", SlowRow)
-END_TO_END: JsonFile[Breakdown] = JsonFile(name="end_to_end.json", parse=_breakdown, plain=Breakdown.to_dict)
+END_TO_END: JsonFile[Breakdown] = JsonFile(
+    name="end_to_end.json",
+    parse=lambda text, path: _typed([_json(text, path, dict, "an object with a list `results`")], path, Breakdown)[0],
+    plain=Breakdown.to_dict,
+)
 NOTES: JsonFile[Sequence[str]] = JsonFile(
     name="notes.json", parse=lambda text, path: tuple(_listed(text, path, str, "texts")), plain=list
 )

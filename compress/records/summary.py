@@ -237,8 +237,7 @@ def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
 
 
 def variants_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
-    names = dict.fromkeys(m.variant for m in metrics)
-    return tuple(sorted(names, key=lambda v: v != Variant.FLOAT))
+    return tuple(sorted(dict.fromkeys(m.variant for m in metrics), key=lambda v: v != Variant.FLOAT))
 
 
 def family(engine: str) -> str:

@@ -227,8 +227,7 @@ def _block(block: Block) -> str:
         case Tiles():
             return "\n".join(f"- **{escape(tile.value)}** {escape(tile.label)}" for tile in block.items)
         case Code():
-            longest = max((len(run) for run in re.findall(r"`+", block.text)), default=0)
-            fence = "`" * max(3, longest + 1)
+            fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", block.text))])
             return f"{fence}{block.language}\n{block.text.rstrip()}\n{fence}"
         case Picture():
             image = f"![{escape(block.alt)}]({FIGURES}/{block.name}.png)"
@@ -281,20 +280,15 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("compress.report"),
         autoescape=True,
-        finalize=_printed,
+        finalize=lambda value: value if isinstance(value, Markup) else plain(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.globals |= {"light": LIGHT, "dark": DARK, "missing": MISSING}
-    environment.filters |= {"kind": lambda block: type(block).__name__, "lines": _lines}
+    environment.filters |= {
+        "kind": lambda block: type(block).__name__,
+        "lines": lambda text: Markup("\n").join(plain(line) for line in text.rstrip().split("\n")),
+    }
     return environment
-
-
-def _printed(value: object) -> object:
-    return value if isinstance(value, Markup) else plain(str(value))
-
-
-def _lines(text: str) -> Markup:
-    return Markup("\n").join(plain(line) for line in text.rstrip().split("\n"))

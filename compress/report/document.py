@@ -127,7 +127,10 @@ def headline(
     before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
     tiles, parts = [], []
     interval = next((i for i in intervals if after and (i.variant, i.engine) == (variant, after.engine)), None)
-    accuracy = None if untrained else _accuracy(_judged_beside(rows, before, after), after, judged, interval)
+    # the float row in the precision of `after`, which the interval is of
+    same = (row for row in rows if after and row.variant == Variant.FLOAT and row.engine == after.engine)
+    beside = next((row for row in same if row.score is not None), before)
+    accuracy = None if untrained else _accuracy(beside, after, judged, interval)
     for said in (_speed(before, after, _paired(metrics, after)), accuracy, _size(before, after)):
         if said:
             parts.append(said[0])
@@ -170,14 +173,6 @@ def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow |
         e for e in dict.fromkeys(r.engine for r in rows) if (e, Variant.FLOAT) in by_key and (e, variant) in by_key
     ]
     return (by_key[engines[0], Variant.FLOAT], by_key[engines[0], variant]) if engines else (None, None)
-
-
-def _judged_beside(
-    rows: Sequence[SummaryRow], before: SummaryRow | None, after: SummaryRow | None
-) -> SummaryRow | None:
-    """The float row in the precision of `after`, which the interval is of."""
-    same = (row for row in rows if after and row.variant == Variant.FLOAT and row.engine == after.engine)
-    return next((row for row in same if row.score is not None), before)
 
 
 def _paired(metrics: Sequence[Metric], after: SummaryRow | None) -> tuple[float, float, float] | None:
@@ -276,8 +271,7 @@ def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
     known = [row for row in rows if row.score is not None]
     if not known:
         return "This run has measured nothing yet."
-    sign = 1 if judged.direction == "higher" else -1
-    best = max(known, key=lambda row: sign * (row.score or 0.0))
+    best = max(known, key=lambda row: (1 if judged.direction == "higher" else -1) * (row.score or 0.0))
     value = judged.text(best.score or 0.0)
     return f"The float model reaches {value} {judged.title} on {display(best.engine)}; nothing was quantized yet."
 
@@ -402,12 +396,8 @@ def predictions_section(run: RunData, precision: Block | Absent | None) -> list[
     classes = class_table(run.metrics, class_names(run))
     if not run.predictions and precision is None and classes is None:
         return []
-    blocks: list[Block] = [*prediction_blocks(run)]
-    if classes is not None:
-        blocks.append(classes)
-    if precision is not None and not isinstance(precision, Absent):
-        blocks.append(precision)
-    return [Section("predictions", "What the networks see", tuple(blocks))]
+    further = [block for block in (classes, precision) if block is not None and not isinstance(block, Absent)]
+    return [Section("predictions", "What the networks see", (*prediction_blocks(run), *further))]
 
 
 def prediction_blocks(run: RunData) -> Iterator[Block]:
@@ -541,8 +531,7 @@ def _titles(run: RunData) -> tuple[str, str]:
 
 
 def _listed(target: object) -> str:
-    names = target if isinstance(target, list) else [target]
-    return ", ".join(display(str(name)) for name in names)
+    return ", ".join(display(str(name)) for name in (target if isinstance(target, list) else [target]))
 
 
 def _figure(drawn: Mapping[str, Picture | Absent], name: str) -> Iterator[Block]:
@@ -631,10 +620,7 @@ def _parity(run: RunData) -> Iterator[Block]:
     for engine, variant in sorted(pairs, key=lambda pair: order.index(pair[0])):
         agreement, sqnr = (found.get((engine, variant, name)) for name in ("agreement", "sqnr_db"))
         if (agreement and agreement.value is not None) or (sqnr and sqnr.value is not None):
-            values = (
-                fixed(agreement.value if agreement else None, 2),
-                fixed(sqnr.value if sqnr else None, 1),
-            )
+            values = fixed(agreement.value if agreement else None, 2), fixed(sqnr.value if sqnr else None, 1)
             rows.append((display(engine), display(variant), *values))
     if not rows:
         yield Text("No engine was compared with fake quantization in this run.", note=True)

@@ -65,10 +65,7 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
     with styled():
         for name, (title, plan) in _FIGURES.items():
             made = plan(run)
-            if isinstance(made, str):
-                drawn[name] = Absent(title=title, reason=made)
-            else:
-                drawn[name] = picture_of(name, title, made)
+            drawn[name] = Absent(title=title, reason=made) if isinstance(made, str) else picture_of(name, title, made)
         if run.block is not None:
             drawn["block"] = picture_of("block", "A block with its quantizers", _block(run.block))
         if run.end_to_end is not None:
@@ -118,14 +115,11 @@ def _tradeoff(run: RunData) -> Plan | str:
         caption="Up and to the left is better. Colour is the variant, shape the engine, a line the 95 % interval: "
         "look how far a point moves "
         f"left from its float, and how little it drops.{more}",
-        alt=f"Scatter plot of {_accuracy_words(judged)} against p50 latency at batch {points[0].batch_size}: "
+        alt=f"Scatter plot of {'top-1 accuracy' if judged.name == 'top1' else judged.title} against p50 latency at "
+        f"batch {points[0].batch_size}: "
         f"{summary}.",
         draw=lambda form: draw_tradeoff(points, form, judged=judged),
     )
-
-
-def _accuracy_words(judged: Judged) -> str:
-    return "top-1 accuracy" if judged.name == "top1" else judged.title
 
 
 def _point(point: Point, judged: Judged) -> str:

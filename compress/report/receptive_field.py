@@ -21,7 +21,6 @@ from compress.receptive import (
     EffectiveReceptiveField,
     ErfDrift,
     ErfOptions,
-    ReceptiveField,
     ReceptiveFieldTable,
     effective_receptive_field,
     effective_receptive_fields,
@@ -127,7 +126,8 @@ def erf_report(
         model, batches, layers=chosen, options=options or ErfOptions(), progress=progress
     )
     title = f"{name or fields[0].model}: where its layers look"
-    pictures = [_png(draw_field(field, first, name=name)) for field in fields]
+    with styled():
+        pictures = [to_png(draw_field(field, first, name=name), dpi=110) for field in fields]
     folder = Path(out)
     lead = (
         f"Effective receptive fields over {fields[-1].images} images of {first.shape[1]} x {first.shape[2]} px: how "
@@ -222,25 +222,16 @@ def numbers_of(field: EffectiveReceptiveField) -> dict[str, Any]:
         "radius_95_px": metrics.radius_95,
         "area_shares": {f"{100 * s:g} %": a for s, a in zip(SHARES, metrics.areas, strict=True)},
         "share_of_theoretical": metrics.theoretical_share,
-        "theoretical": _theory(row),
+        "theoretical": None
+        if row is None
+        else {
+            "status": row.status,
+            "reason": row.reason,
+            "size_px": list(row.size),
+            "local_size_px": list(row.local_size),
+            "effective_stride_px": [None if s is None else float(s) for s in row.effective_stride],
+        },
     }
-
-
-def _theory(row: ReceptiveField | None) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    return {
-        "status": row.status,
-        "reason": row.reason,
-        "size_px": list(row.size),
-        "local_size_px": list(row.local_size),
-        "effective_stride_px": [None if s is None else float(s) for s in row.effective_stride],
-    }
-
-
-def _png(figure: Any) -> bytes:
-    with styled():
-        return to_png(figure, dpi=110)
 
 
 def _lighter(picture: bytes) -> bytes:
@@ -253,8 +244,7 @@ def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: flo
     """Write an endless GIF whose last frame is shown three times as long."""
     frames = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
     size = frames[-1].size
-    frames = [f.resize(size) if f.size != size else f for f in frames]
-    shown = [f.quantize(128) for f in frames]
+    shown = [(f.resize(size) if f.size != size else f).quantize(128) for f in frames]
     times = [int(1000 * seconds)] * (len(shown) - 1) + [int(3000 * seconds)]
     with replacing(path) as temporary:
         shown[0].save(temporary, format="GIF", save_all=True, append_images=shown[1:], duration=times, loop=0)
@@ -279,8 +269,7 @@ def _cells(field: EffectiveReceptiveField) -> tuple[str, ...]:
     metrics, row = field.metrics, field.theoretical
     theory = "not known"
     if row is not None and row.status == "global":
-        local = f" ({row.local_size[0]} without)" if row.local_size[0] is not None else ""
-        theory = f"global{local}"
+        theory = "global" if row.local_size[0] is None else f"global ({row.local_size[0]} without)"
     elif row is not None and row.status == "exact":
         theory = " × ".join(str(s) for s in dict.fromkeys(row.size))
     share = f"{100 * metrics.theoretical_share:.0f} %" if metrics.theoretical_share else "n/a"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, fx, nn
 
 from compress.errors import RooflineError
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer, layers, tensor_args
-from compress.graph.ops import kinds, layer_name, node_kind, node_module
+from compress.graph.ops import consumers_past, kinds, layer_name, node_kind, node_module, producer_past
 from compress.graph.trace import trace
 
 # Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing.
 VIEWS = kinds(lambda t: t.free) | {"assert"}
+producer = partial(producer_past, through=VIEWS)
 
 # Kinds whose inputs are floating point even if the products run in 8 bits.
 FLOAT_KINDS = kinds(lambda t: t.needs_float)
@@ -169,7 +171,7 @@ def _joinable(node: fx.Node) -> list[fx.Node]:
         return []
     producers = [producer(n) for n in tensor_args(node)]
     shape = node.meta["shape"]
-    return [m for m in producers if consumers(m) == [node] and m.meta.get("shape", shape) in {shape, None}]
+    return [m for m in producers if consumers_past(m, VIEWS) == [node] and m.meta.get("shape", shape) in {shape, None}]
 
 
 def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
@@ -182,20 +184,6 @@ def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
 
 def _joins_two(node: fx.Node) -> bool:
     return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
-
-
-def producer(node: fx.Node) -> fx.Node:
-    """The node that writes this node's tensor, before a chain of views."""
-    while node_kind(node) in VIEWS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def consumers(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for user in node.users:
-        found += consumers(user) if node_kind(user) in VIEWS else [user]
-    return found
 
 
 def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation:
@@ -251,7 +239,9 @@ def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
     floating = sum(
         elements
         for elements, source in moved
-        if any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(source))
+        if any(
+            node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers_past(source, VIEWS)
+        )
     )
     return sum(elements for elements, _ in moved), floating
 

@@ -19,6 +19,7 @@ from compress.engines.base import Engine
 from compress.errors import SearchError
 from compress.export.onnx import export_onnx
 from compress.measure.latency import NOT_MEASURED, Latency, loaded, measure_latency
+from compress.measure.parity import agreement
 from compress.quantization import QuantSpec, Rule
 from compress.quantization.ptq.quantize import quantize
 from compress.search import SearchSpec
@@ -114,21 +115,27 @@ def build(lab: Lab, configuration: Configuration, *, steps: int | None = None) -
     if removed_classes(lab.structure, configuration, lab.scores) or left_out(configuration):
         count = lab.spec.reconstruction_steps if steps is None else steps
         reconstruct(small, lab.structure, configuration, lab.scores, lab.fit, steps=count)
-    sparse = [layer for layer in sparse_layers(lab.structure, configuration) if _has(small, layer)]
-    if sparse:
-        sparsify(small, sparsity_spec(sparse), example_inputs=lab.fit[0])
+    if spec := sparsity_of(lab, small, configuration):
+        sparsify(small, spec, example_inputs=lab.fit[0])
         squash_masks(small)
         recalibrate_batchnorm(small, lab.fit)
     return small.eval()
 
 
-def sparsity_spec(layers: Sequence[str]) -> SparsitySpec:
-    rules = (SparsityRule(match="*", enable=False), *(SparsityRule(match=layer) for layer in layers))
-    return SparsitySpec(pattern="2:4", kernels="any", rules=rules)
+def sparsity_of(lab: Lab, network: nn.Module, configuration: Configuration) -> SparsitySpec | None:
+    there = _paths(network)
+    rules = [SparsityRule(match=layer) for layer in sparse_layers(lab.structure, configuration) if layer in there]
+    every = SparsityRule(match="*", enable=False)
+    return SparsitySpec(pattern="2:4", kernels="any", rules=(every, *rules)) if rules else None
+
+
+def _paths(network: nn.Module) -> set[str]:
+    return {path for path, _ in network.named_modules(remove_duplicate=False)}
 
 
 def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) -> QuantSpec | None:
-    formats = {k: v for k, v in formats_of(lab.structure, configuration).items() if _has(network, k)}
+    names = _paths(network)
+    formats = {k: v for k, v in formats_of(lab.structure, configuration).items() if k in names}
     if set(formats.values()) <= {FLOAT}:
         return None
     base, rules = lab.quantization, []
@@ -140,7 +147,6 @@ def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) 
             rules.append(Rule(match=layer, weights=own))
     if len(set(formats.values())) == 1 and "int8" in formats.values():
         rules = []  # what no rule names is INT8
-    names = [name for name, _ in network.named_modules()]
     kept = [rule for rule in base.rules if any(fnmatch.fnmatch(name, rule.match) for name in names)]
     return replace(base, rules=(*kept, *rules))
 
@@ -169,11 +175,12 @@ def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
     far = distance(outputs["candidate"], outputs[REFERENCE])
     if not np.isfinite(far):
         raise SearchError("the candidate's outputs are not finite")
+    classes = [output.ndim for output in outputs["candidate"]] == [2]
     return Figures(
         ms=float(np.median([row["candidate"].p50_ms for row in timed])),
         ratio=median_ratio(timed, "candidate"),
         distance=far,
-        agreement=agreement(outputs["candidate"], outputs[REFERENCE]),
+        agreement=agreement(*(outputs[name][0].numpy() for name in (REFERENCE, "candidate"))) if classes else None,
         unquiet=next((one.unquiet for row in timed for one in row.values() if one.unquiet), ""),
     )
 
@@ -215,17 +222,3 @@ def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
     name = engine.inputs[0].name
     rows = [engine.run({name: part.numpy()}) for part in lab.images.split(lab.spec.batch_size)]
     return [torch.from_numpy(np.concatenate([np.asarray(r[o.name]) for r in rows])).float() for o in engine.outputs]
-
-
-def agreement(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
-    if len(outputs) != 1 or outputs[0].ndim != 2:
-        return None
-    return float((outputs[0].argmax(1) == reference[0].argmax(1)).double().mean())
-
-
-def _has(network: nn.Module, path: str) -> bool:
-    try:
-        network.get_submodule(path)
-    except AttributeError:
-        return False
-    return True

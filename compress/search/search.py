@@ -548,8 +548,7 @@ def configuration_of(trial: FrozenTrial) -> dict[str, str]:
 
 
 def _running(study: Study) -> list[FrozenTrial]:
-    state = optuna().trial.TrialState
-    return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))
+    return list(study.get_trials(deepcopy=False, states=(optuna().trial.TrialState.RUNNING,)))
 
 
 PLAN = "plan.json"

@@ -20,7 +20,7 @@ from compress.graph.functional import functions_to_modules
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
-from compress.graph.ops import WEIGHTED, node_kind, walk
+from compress.graph.ops import WEIGHTED, modules_above, node_kind, walk
 from compress.graph.trace import propagate_shapes, trace
 from compress.quantization.sensitivity import choose_formats
 from compress.search import SearchSpec
@@ -55,8 +55,7 @@ def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
             )
             if layers:
                 name = _common(layers) or node.name
-                taken = {block.name for block in found}
-                name = f"{name} ({node.name})" if name in taken else name
+                name = f"{name} ({node.name})" if name in {block.name for block in found} else name
                 found.append(Block(name=name, add=node.name, identity=identity.name, layers=layers))
                 break
     return tuple(found)
@@ -80,18 +79,13 @@ def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"])
     {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'fc': ('fc',)}
     """
-    counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
+    counts = Counter(prefix for layer in layers for prefix in modules_above(layer))
     grouped: dict[str, list[str]] = {}
     for layer in layers:
-        deepest = next((prefix for prefix in _prefixes(layer) if counts[prefix] > 1), "")
+        deepest = next((prefix for prefix in reversed(modules_above(layer)) if counts[prefix] > 1), "")
         name = deepest if deepest and counts[deepest] <= LARGEST_UNIT else layer
         grouped.setdefault(name, []).append(layer)
     return {name: tuple(own) for name, own in grouped.items()}
-
-
-def _prefixes(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
@@ -596,8 +590,7 @@ class Costs:
         weight = f"{row.path}.weight"
         kind = kind_of(row)
         roles = ("vector", "vector") if kind == "depthwise" else ("in", "out")
-        sides = (self._channels((weight, role), widths) for role in roles)
-        (read, inputs), (written, outputs) = sides
+        (read, inputs), (written, outputs) = (self._channels((weight, role), widths) for role in roles)
         both = read if kind == "depthwise" else read * written
         return LayerCost(
             path=row.path,

@@ -74,8 +74,7 @@ class TaskMetric:
         return score_text(value, self.unit)
 
     def drop(self, reference: float, value: float) -> float:
-        worse = reference - value if self.direction == "higher" else value - reference
-        return self.shown(worse)
+        return self.shown(reference - value if self.direction == "higher" else value - reference)
 
     @property
     def amount(self) -> str:

@@ -9,35 +9,27 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """`fields` are figures beside the bar of `task`."""
+    """`fields` are figures beside the bar of `task`; what a subclass leaves out does nothing."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Begin a task of `total` units, `done` already finished."""
+        return
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
         """Finish `amount` units, with the newest figures."""
+        return
 
     def finish(self, task: str) -> None:
         """End the task."""
+        return
 
     def note(self, text: str) -> None:
         """Show a line of its own."""
+        return
 
 
-class NoProgress:
+class NoProgress(Progress):
     """Ignores everything: the default."""
-
-    def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Do nothing."""
-
-    def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """Do nothing."""
-
-    def finish(self, task: str) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
 
 
 def tracked(progress: Progress, task: str, items: Collection[T], *, done: int = 0) -> Iterator[T]:

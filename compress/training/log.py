@@ -290,13 +290,15 @@ class TensorBoardLogger(Logger):
 class _Client(Logger):
     """A library with functions for settings, figures and the end."""
 
-    def __init__(self, library: str, *, every: int, **start: Any) -> None:
+    library: str
+
+    def __init__(self, *, every: int = 10, **options: Any) -> None:
         super().__init__(every=every)
         try:
-            self.module: Any = __import__(library)  # optional: the extra of the same name
+            self.module: Any = __import__(self.library)  # optional: the extra of the same name
         except ImportError as error:
-            raise _missing(library, error) from None
-        self.start(**start)
+            raise _missing(self.library, error) from None
+        self.start(**options)
 
     @abstractmethod
     def start(self, **options: Any) -> None: ...
@@ -305,8 +307,7 @@ class _Client(Logger):
 class MLflowLogger(_Client):
     """A run of MLflow; `options` are those of `mlflow.start_run`, such as run_name."""
 
-    def __init__(self, *, every: int = 10, **options: Any) -> None:
-        super().__init__("mlflow", every=every, **options)
+    library = "mlflow"
 
     def start(self, **options: Any) -> None:
         """Begin a run, or go on with the active one."""
@@ -329,9 +330,6 @@ class WandbLogger(_Client):
     """A run of Weights & Biases; `options` are those of `wandb.init`."""
 
     library = "wandb"
-
-    def __init__(self, *, every: int = 10, **options: Any) -> None:
-        super().__init__(self.library, every=every, **options)
 
     def start(self, **options: Any) -> None:
         self.run = self.module.init(**options)

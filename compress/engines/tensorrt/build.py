@@ -127,8 +127,7 @@ def use_timing_cache(
     chosen = path or default_cache_path(library.version, gpu)
     if chosen.is_dir():
         raise EngineError(f"timing_cache {chosen} is a folder; name a file")
-    held = chosen.read_bytes() if chosen.is_file() else b""
-    cache = config.create_timing_cache(held)
+    cache = config.create_timing_cache(chosen.read_bytes() if chosen.is_file() else b"")
     if cache is not None and config.set_timing_cache(cache, False):
         return chosen, ()
     config.set_timing_cache(config.create_timing_cache(b""), False)

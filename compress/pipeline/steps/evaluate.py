@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from compress.data.base import Batch, BatchPlan, Preprocessing
-from compress.engines import Engine
+from compress.engines import Engine, build_engine
 from compress.engines.base import load_onnx
 from compress.engines.registry import suits, target_of
 from compress.errors import CompressError, DataError, EngineError, EngineUnavailableError
@@ -342,6 +342,11 @@ def judge(
         keep=kept_images(probe),
         progress=run.progress,
     )
+
+
+def judge_file(run: Run, path: Path, engine: str, limit: int | None, **options: Any) -> EngineFigures:
+    with build_engine(path, engine, **options) as built:
+        return judge(run, built, limit=limit)
 
 
 class _Both:

@@ -45,7 +45,7 @@ from compress.quantization.report import (
     quantization_report_of,
 )
 from compress.recipe.tree import Recipe
-from compress.records.files import BLOCK, TRAIN
+from compress.records.files import BLOCK, HISTOGRAMS, TRAIN, Histogram
 from compress.roofline_model import sparse_bound
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
@@ -235,7 +235,7 @@ def save_further(run: Run, variant: Variant) -> None:
 def _report(run: Run, variant: Variant, target: Target | None, model: fx.GraphModule) -> None:
     report = quantization_report_of(model)
     calibration = calibration_of(model)
-    notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
+    notes = (*_warnings(calibration), *report.notes())
     measured = {rule.match: rule.reason for rule in report.placement.measured_rules}
     if measured:
         run.processes.on_main(lambda: write_json(run.path(_measured_file(variant, target)), measured))
@@ -298,24 +298,20 @@ def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
     return CalibrationImages(run.data.train, plan, run.device)
 
 
-def _clipping_note(seen: CalibrationReport) -> list[str]:
+def _warnings(seen: CalibrationReport) -> Iterator[str]:
     cut = {name: share for name, share in seen.clipped.items() if share > _MANY_CLIPPED}
-    if not cut:
-        return []
-    worst = max(cut, key=lambda name: cut[name])
-    return [
-        f"calibration cuts off {cut[worst]:.0%} of the values at {worst}, over {_MANY_CLIPPED:.0%} at {len(cut)} "
-        f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and max"
-    ]
-
-
-def _dead_note(seen: CalibrationReport) -> list[str]:
-    if not seen.dead:
-        return []
-    return [
-        f"{len(seen.dead)} of {len(seen.amax)} quantizers, {seen.dead[0]} among them, see zeros whatever the image "
-        "and have a range of 1; train the model, then quantize it"
-    ]
+    if cut:
+        worst = max(cut, key=lambda name: cut[name])
+        yield (
+            f"calibration cuts off {cut[worst]:.0%} of the values at {worst}, over {_MANY_CLIPPED:.0%} at {len(cut)} "
+            f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and "
+            "max"
+        )
+    if seen.dead:
+        yield (
+            f"{len(seen.dead)} of {len(seen.amax)} quantizers, {seen.dead[0]} among them, see zeros whatever the image "
+            "and have a range of 1; train the model, then quantize it"
+        )
 
 
 def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, seen: CalibrationReport) -> None:
@@ -324,26 +320,18 @@ def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, s
         BLOCK.write(run.folder.path, block)
     formats = {site.name: site.format for site in report.placement.activations}
     rows = []
-    for name, (counts, edges) in seen.histograms.items():
-        counts, edges = _coarse(counts, edges)
-        rows.append(
-            {
-                "name": name,
-                "counts": counts.tolist(),
-                "bin_edges": [edges[0].item(), edges[-1].item()],
-                "amax": seen.amax[name].item(),
-                "signed": formats[name].signed,
-            }
-        )
-    write_json(run.path("histograms.json"), rows)
+    for name, histogram in seen.histograms.items():
+        counts, edges = _coarse(*histogram)
+        ends, amax = (edges[0].item(), edges[-1].item()), seen.amax[name].item()
+        counted = tuple(counts.tolist())
+        rows.append(Histogram(name=name, counts=counted, bin_edges=ends, amax=amax, signed=formats[name].signed))
+    HISTOGRAMS.write(run.folder.path, rows)
 
 
 def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Tensor]:
     group = max(1, -(-len(counts) // bins))
-    missing = -len(counts) % group
-    padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)
-    width = edges[1] - edges[0]
-    return padded, torch.arange(len(padded) + 1, dtype=edges.dtype) * width * group
+    padded = torch.cat([counts, counts.new_zeros(-len(counts) % group)]).view(-1, group).sum(1)
+    return padded, torch.arange(len(padded) + 1, dtype=edges.dtype) * (edges[1] - edges[0]) * group
 
 
 def qat_step(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from compress.data.load import load_data
-from compress.engines import build_engine
 from compress.errors import RunError, SearchError
 from compress.export.onnx import export_onnx
 from compress.files import write_json, write_text
@@ -20,14 +19,14 @@ from compress.measure.machine import describe_machine
 from compress.models import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run, RunFolder, open_run, read_state, recipe_from_anywhere
-from compress.pipeline.steps.evaluate import judge
+from compress.pipeline.steps.evaluate import judge_file
 from compress.pipeline.steps.networks import build_float, float_step
 from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
-from compress.search.lab import quantization_of, sparsity_spec, time_ratio
+from compress.search.lab import quantization_of, sparsity_of, time_ratio
 from compress.search.models import channel_block
 from compress.search.search import Attempt, Bound, Front, Outcome, Point, after, best, check_request, order, search
-from compress.search.space import analyse, make_space, sparse_layers
+from compress.search.space import analyse, make_space
 from compress.support.meters import amount_of
 from compress.support.progress import NoProgress, Progress
 from compress.support.text import scored
@@ -67,19 +66,18 @@ def point_recipe(run: Run, front: Front, point: Point, weights: Path) -> tuple[R
     save_model(network, weights, {"step": "search", "recipe": run.recipe.digest()})
     recipe, lab, spec = run.recipe, front.lab, front.lab.spec
     quantization = quantization_of(lab, network, point.configuration)
-    present = {path for path, _ in network.named_modules()}
-    sparse = [layer for layer in sparse_layers(lab.structure, point.configuration) if layer in present]
+    sparsity = sparsity_of(lab, network, point.configuration)
     tuning = {f.name: getattr(recipe.finetune, f.name) for f in fields(TrainSpec)}
     made = replace(
         recipe,
         model=_model(run, point, weights),
         train=TrainSpec(**tuning),
         quantization=quantization,
-        sparsity=sparsity_spec(sparse) if sparse else None,
+        sparsity=sparsity,
         bench=replace(recipe.bench, engines=(lab.engine,), batch_sizes=(spec.batch_size,), threads=spec.threads),
         teacher=recipe.teacher or replace(recipe.model, weights=str(run.path(Variant.FLOAT.weights_file))),
     )
-    if sparse:
+    if sparsity is not None:
         return made, "prune"
     return made, "train" if quantization is None else "ptq" if recipe.qat is None else "qat"
 
@@ -110,10 +108,9 @@ def measure_files(
     `files` include `reference`, with open batch size. `images`: None = all.
     """
     spec, engine = front.lab.spec, front.lab.engine
-    scores = {}
-    for name, path in files.items():
-        with build_engine(path, engine, threads=spec.threads, precision=spec.precision) as built:
-            scores[name] = judge(run, built, limit=images).values[run.task.metric.name]
+    options: dict[str, Any] = {"threads": spec.threads, "precision": spec.precision}
+    metric = run.task.metric.name
+    scores = {name: judge_file(run, path, engine, images, **options).values[metric] for name, path in files.items()}
     timed = time_files(
         files,
         engine,
@@ -257,8 +254,7 @@ def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
     step = max(1, -(-len(rows) // _SCORED))
     files = {"reference": reference}
     for number, point in enumerate(rows[::step]):
-        network = front.quantized(point)
-        files[point.label] = export_open(run, network, run.path(f"{STEP}/scored-{number}.onnx"))
+        files[point.label] = export_open(run, front.quantized(point), run.path(f"{STEP}/scored-{number}.onnx"))
     scores, _, _ = measure_files(run, front, files, images=min(_IMAGES, len(run.data.val)))
     for name, path in files.items():
         if name != "reference":

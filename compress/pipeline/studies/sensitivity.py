@@ -20,7 +20,6 @@ from torch import nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.engines import build_engine
 from compress.engines.registry import require_engine
 from compress.errors import QuantizationError, RecipeError
 from compress.export.onnx import export_onnx
@@ -28,7 +27,7 @@ from compress.files import write_json, write_text
 from compress.measure.accuracy import EngineFigures, compare_figures
 from compress.measure.latency import Latency, measure_engine_layers, time_files
 from compress.pipeline.run import SENSITIVITY, Run, open_run, read_kept
-from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge
+from compress.pipeline.steps.evaluate import TIMED_ENGINES, judge_file
 from compress.pipeline.steps.networks import build_float, calibration_images, check_start, float_step
 from compress.plots.style import LIGHT, WIDE, Format, bare, distinct, new_figure, save_figure, styled
 from compress.quantization import QuantSpec, check_quant_spec
@@ -356,7 +355,7 @@ def mixed_front(
     if costs == engine:
         options: dict[str, Any] = {"runs": 200, "seconds": seconds, "progress": run.progress}
         timed = time_files(files, engine, batch_size=batch_size, precisions=dict.fromkeys(files, precision), **options)
-    seen = {name: _figures(run, path, engine, precision, images) for name, path in files.items()}
+    seen = {name: judge_file(run, path, engine, images, precision=precision) for name, path in files.items()}
     return tuple(_point(measured, name, named[name], table, timed.get(name), seen) for name in named)
 
 
@@ -421,11 +420,6 @@ def _export(run: Run, model: nn.Module, spec: QuantSpec | None, name: str) -> Pa
         model = quantize(model, run.example.to(run.device), images, spec=spec, progress=run.progress)
     path = run.path(f"mixed/{name}.onnx")
     return export_onnx(copy.deepcopy(model).cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
-
-
-def _figures(run: Run, path: Path, engine: str, precision: str | None, images: int) -> EngineFigures:
-    with build_engine(path, engine, precision=precision) as built:
-        return judge(run, built, limit=images)
 
 
 def _noise(measured: Measured) -> dict[str, dict[str, float]]:

@@ -114,8 +114,7 @@ class _Network:
             self.activations[name].set_amax(raised)
         found = dict(quantizers(self.model))
         amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
-        histograms = _histograms(self.watching)
-        seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
+        seen = CalibrationReport(images=images, amax=amax, histograms=_histograms(self.watching), dead=dead)
         attach_report(self.model, replace(self.report, calibration=seen))
         return seen
 
@@ -135,8 +134,7 @@ def _dead(view: GraphView, watching: dict[str, Calibrator]) -> tuple[str, ...]:
     zeros = {name for name, calibrator in watching.items() if calibrator.only_zeros}
     if not zeros:
         return ()
-    dead = always_zero(view)
-    return tuple(node.path for node in dead if node.path in zeros)
+    return tuple(node.path for node in always_zero(view) if node.path in zeros)
 
 
 def check_closed(watching: Mapping[str, Calibrator], dead: Collection[str]) -> None:
@@ -244,8 +242,7 @@ def _shared(
     known: dict[tuple[frozenset[str], str], Calibrator] = {}
     for network in (first, *others):
         for name, calibrator in network.watching.items():
-            key = (network.tensors[name], calibrator.statistics)
-            same = known.setdefault(key, calibrator)
+            same = known.setdefault((network.tensors[name], calibrator.statistics), calibrator)
             if same is calibrator and network is not first:
                 for tensor in network.tensors[name]:
                     further.setdefault(tensor, []).append(calibrator)

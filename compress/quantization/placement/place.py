@@ -478,8 +478,7 @@ def depths(nodes: Iterable[Node]) -> dict[Node, int]:
     """Number of weighted layers on the longest path from the input to each node."""
     depth: dict[Node, int] = {}
     for node in nodes:
-        before = max((depth[source] for source in node.inputs), default=0)
-        depth[node] = before + (node.kind in WEIGHTED)
+        depth[node] = max((depth[source] for source in node.inputs), default=0) + (node.kind in WEIGHTED)
     return depth
 
 

@@ -113,9 +113,19 @@ class GraphView:
 
 def of_inputs(view: GraphView) -> set[Node]:
     """The nodes whose values depend on those of the network's inputs, and not on their sizes alone."""
+    return _collected(
+        view,
+        lambda node, found: (
+            node.kind == "input" or (node.traits.category != "shape" and not found.isdisjoint(node.inputs))
+        ),
+    )
+
+
+def _collected(view: GraphView, belongs: Callable[[Node, set[Node]], bool]) -> set[Node]:
+    """The nodes that belong to a set, as those before them tell."""
     found: set[Node] = set()
     for node in view.nodes:
-        if node.kind == "input" or (node.traits.category != "shape" and found.intersection(node.inputs)):
+        if belongs(node, found):
             found.add(node)
     return found
 
@@ -126,11 +136,7 @@ _KEEP = frozenset({"movement", "join", "pool", "passing"})
 
 def never_negative(view: GraphView) -> set[Node]:
     """The nodes whose values are known to be at least 0 for every input of the model."""
-    found: set[Node] = set()
-    for node in view.nodes:
-        if _is_never_negative(node, found):
-            found.add(node)
-    return found
+    return _collected(view, _is_never_negative)
 
 
 def lowest_values(view: GraphView, positive: Set[Node]) -> dict[Node, float]:
@@ -170,10 +176,7 @@ def _is_never_negative(node: Node, known: set[Node]) -> bool:
 
 def always_zero(view: GraphView) -> list[Node]:
     """The nodes whose tensors are provably zero for every input, in graph order."""
-    dead: set[Node] = set()
-    for node in view.nodes:
-        if _is_zero(node, dead):
-            dead.add(node)
+    dead = _collected(view, _is_zero)
     return [node for node in view.nodes if node in dead]
 
 

@@ -13,6 +13,7 @@ most of the error where a channel has few weights (depthwise convolutions) or a 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,11 +83,8 @@ def expected_shift(layer: Any, error: Tensor, mean: Tensor) -> Tensor:
     """The mean shift (out,) of a layer's outputs when its weight moves by `error`, with mean inputs (in,)."""
     groups = channel_groups(layer)
     if module_kind(layer) == "conv_transpose":
-        stride = 1
-        for step in layer.stride:
-            stride *= step
         rows = error.flatten(2).sum(2).unflatten(0, (groups, -1))  # (g, in / g, out / g)
-        return torch.einsum("gio,gi->go", rows, mean.view(groups, -1)).flatten() / stride
+        return torch.einsum("gio,gi->go", rows, mean.view(groups, -1)).flatten() / math.prod(layer.stride)
     rows = (error.flatten(2).sum(2) if error.dim() > 2 else error).unflatten(0, (groups, -1))  # (g, out / g, in / g)
     return torch.einsum("goi,gi->go", rows, mean.view(groups, -1)).flatten()
 

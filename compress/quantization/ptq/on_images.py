@@ -132,20 +132,21 @@ def products_of(view: GraphView, placement: Placement) -> list[Node]:
     return [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
 
 
-def choose_scales(
+def choose(
     groups: Sequence[Group],
+    products: Sequence[Node],
     images: Sequence[T],
     spec: QuantSpec,
     *,
     watch: Watch[T],
     consumer: Callable[[Node], Consumer | None],
     least: Callable[[Group], float],
-) -> tuple[list[tuple[Group, ChannelScale]], tuple[Rule, ...]]:
-    """Return the groups that get a scale, and rules for linear layers that gain if their largest inputs are clipped.
+) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
+    """Return scales by tensor, and rules: of linear layers that gain if their largest inputs are clipped, of products.
 
     `least` is the gain in dB that is worth scaling a group. The tensors of a part of the groups are computed at a time.
     """
-    scales, rules = list[tuple[Group, ChannelScale]](), list[Rule]()
+    scales, rules = dict[str, ChannelScale](), list[Rule]()
     for part in parts_in_memory(groups, lambda group: _bytes(group.layers[0].inputs[0])):
         run, generator = watch([group.tensor for group in part]), torch.Generator().manual_seed(0)
         samples: dict[str, list[Sample]] = {group.tensor: [] for group in part}
@@ -162,14 +163,14 @@ def choose_scales(
             if few or len(known) < len(group.layers):
                 continue
             scale = channel_scale(seen, known, asked, lowest=group.lowest, least=least(group))
-            scales += [] if scale is None else [(group, scale)]
+            scales |= {} if scale is None else {group.tensor: scale}
             undecided = not group.convolution and spec.activations.calibrator == "auto" and spec.first_last_bits is None
             gain = _clipping_gain(seen, known, asked, scale, group.lowest) if undecided else 0.0
             if gain >= GAIN_DB[0]:
                 clipped = replace(spec.activations, calibrator="mse")
                 reason = f"clipping its largest inputs (mse) gains {gain:.1f} dB on calibration images"
                 rules += [Rule(match=glob.escape(la.layer), activations=clipped, reason=reason) for la in group.layers]
-    return scales, tuple(rules)
+    return scales, (*rules, *poor_products(products, images, spec, watch=watch))
 
 
 def poor_products(
@@ -284,8 +285,7 @@ def channel_scale(
     after, strength = max((found(_scale(seen, inner, live, alpha), spec), alpha) for alpha in STRENGTHS[convolution])
     if after < before + max(least, GAIN_DB[convolution]):
         return None
-    scale = _scale(largest, inner, live, strength)
-    return ChannelScale(scale=scale, before_db=before, after_db=after)
+    return ChannelScale(scale=_scale(largest, inner, live, strength), before_db=before, after_db=after)
 
 
 def _clipping_gain(
@@ -389,14 +389,8 @@ def place_on_images(
 
     def ranges(images: Sequence[tuple[Tensor, ...]]) -> dict[str, tuple[float, float]]:
         found: dict[str, tuple[float, float]] = {}
-
-        def look(name: str, x: Tensor) -> None:
-            if x.numel():
-                low, high = found.get(name, (math.inf, -math.inf))
-                found[name] = min(low, float(x.min())), max(high, float(x.max()))
-
         for image in spread(images):
-            Watching(graph_module, tensors, look).run(*image)
+            Watching(graph_module, tensors, partial(widen, found)).run(*image)
         return found
 
     def constant(user: Node, node: Node) -> Tensor | None:
@@ -409,6 +403,12 @@ def place_on_images(
 
     seen = on_images(ranges, graph_module, batches, all_reduce=all_reduce) or {}
     return place(view, spec, lowest_expected(view, seen, constant))
+
+
+def widen(ranges: dict[str, tuple[float, float]], name: str, x: Tensor) -> None:
+    if x.numel():
+        low, high = ranges.get(name, (math.inf, -math.inf))
+        ranges[name] = min(low, float(x.min())), max(high, float(x.max()))
 
 
 def spread(images: Sequence[Image]) -> Sequence[Image]:
@@ -482,7 +482,7 @@ def scale_channels(
     placement = place_on_images(graph_module, spec, batches, all_reduce=all_reduce)
     nodes = {node.name: node for node in graph_module.graph.nodes}
     layers = _Layers(graph_module)
-    groups = groups_of(view, placement, layers.plain)
+    groups = groups_of(view, placement, lambda node: layers.alone(node.path))
     products = products_of(view, placement)
     if not groups and not products:
         return Scaled(model=model)
@@ -492,17 +492,24 @@ def scale_channels(
         multiplies = not group.convolution and spec.only_target in _MULTIPLY
         return 0.0 if made[group.tensor] else PRODUCT_DB if multiplies else math.inf
 
-    choose = partial(_chosen, graph_module, groups, products, spec, least)
-    scales, rules = on_images(choose, graph_module, batches, all_reduce=all_reduce) or ({}, ())
+    chosen = partial(
+        choose,
+        groups,
+        products,
+        spec=spec,
+        watch=lambda names: partial(tensors_of, graph_module, frozenset(names)),
+        consumer=partial(_consumer, graph_module),
+        least=least,
+    )
+    scales, rules = on_images(chosen, graph_module, batches, all_reduce=all_reduce) or ({}, ())
     if not scales:
         return Scaled(model=model, rules=rules)
     reference = Reference.of(model, example_inputs)
-    for tensor, scale in scales.items():
-        group = next(group for group in groups if group.tensor == tensor)
-        paths, producer = [layer.path for layer in group.layers], made[tensor]
-        factor = scale.scale.to(layers.module(paths[0]).weight.device)
+    for group in (group for group in groups if group.tensor in scales):
+        paths, producer = [layer.path for layer in group.layers], made[group.tensor]
+        factor = scales[group.tensor].scale.to(layers.module(paths[0]).weight.device)
         if producer is None:
-            multiply_inputs(graph_module, nodes[tensor], paths, 1 / factor)
+            multiply_inputs(graph_module, nodes[group.tensor], paths, 1 / factor)
             rules += tuple(measured_rule(glob.escape(layer.layer), SCALED) for layer in group.layers)
         else:
             producer(1 / factor)
@@ -510,24 +517,6 @@ def scale_channels(
             scale_inputs(layers.module(path), factor)
     reference.check(graph_module, "scaling channels")
     return Scaled(model=graph_module, rules=rules, notes=scaling_note(list(scales.values())))
-
-
-def _chosen(
-    graph_module: fx.GraphModule,
-    groups: Sequence[Group],
-    products: Sequence[Node],
-    spec: QuantSpec,
-    least: Callable[[Group], float],
-    images: Sequence[tuple[Tensor, ...]],
-) -> tuple[dict[str, ChannelScale], tuple[Rule, ...]]:
-
-    def watch(names: Sequence[str]) -> Callable[[tuple[Tensor, ...]], Mapping[str, Tensor]]:
-        return partial(tensors_of, graph_module, frozenset(names))
-
-    consumer = partial(_consumer, graph_module)
-    scales, clipped = choose_scales(groups, images, spec, watch=watch, consumer=consumer, least=least)
-    poor = poor_products(products, images, spec, watch=watch)
-    return {group.tensor: scale for group, scale in scales}, (*clipped, *poor)
 
 
 def _consumer(graph_module: fx.GraphModule, layer: Node) -> Consumer:
@@ -549,10 +538,7 @@ class _Layers:
     def module(self, path: str) -> Any:
         return self.graph_module.get_submodule(path)
 
-    def plain(self, node: Node) -> bool:
-        return self._alone(node.path)
-
-    def _alone(self, path: str) -> bool:
+    def alone(self, path: str) -> bool:
         own = self.calls[path] == 1 and path not in self.shared
         return own and not parametrize.is_parametrized(self.module(path))
 
@@ -566,7 +552,7 @@ class _Layers:
             if more or len(node.users) != 1:
                 return None
         kind = node_kind(node)
-        if node.op != "call_module" or not self._alone(str(node.target)):
+        if node.op != "call_module" or not self.alone(str(node.target)):
             return None
         module: Any = node_module(node)
         if kind in (("conv", "conv_transpose") if group.convolution else ("linear",)):

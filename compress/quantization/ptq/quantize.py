@@ -220,8 +220,7 @@ class _Work:
         """Insert quantizers, for inputs of a concat whose ranges are far apart with scales of their own."""
 
         def placed(graph_module: fx.GraphModule) -> Placement:
-            view = read_fx(graph_module)
-            placement = place(view, spec)
+            placement = place(read_fx(graph_module), spec)
             rules = _apart(graph_module, placement, self.example_inputs, self.batches, all_reduce=self.all_reduce)
             chosen = replace(spec, rules=(*rules, *spec.rules))
             return place_on_images(graph_module, chosen, self.seen, all_reduce=self.all_reduce)

@@ -39,6 +39,7 @@ from compress.graph.ops import (
     PASSING,
     WEIGHTED,
     Watching,
+    consumers_past,
     kinds,
     layer_name,
     module_kind,
@@ -114,8 +115,7 @@ def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
         if layer.bias is None:
             weight = layer.weight
             channels = weight.shape[1] * channel_groups(layer) if _transposed(layer) else weight.shape[0]
-            zeros = weight.new_zeros(channels)
-            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
+            layer.bias = nn.Parameter(weight.new_zeros(channels), requires_grad=layer.weight.requires_grad)
 
 
 def channel_groups(layer: nn.Module) -> int:
@@ -164,8 +164,7 @@ def equalizing_scale(outgoing: Tensor, incoming: Tensor) -> Tensor:
     tensor([2., 1.])
     """
     live = (outgoing > 0) & (incoming > 0)
-    ratio = torch.where(live, outgoing, 1.0) / torch.where(live, incoming, 1.0)
-    return ratio.sqrt()
+    return (torch.where(live, outgoing, 1.0) / torch.where(live, incoming, 1.0)).sqrt()
 
 
 def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str, str]]:
@@ -421,7 +420,7 @@ def find_norms(graph_module: fx.GraphModule) -> tuple[tuple[Norm, ...], dict[str
         if reason:
             refused[path] = reason
         else:
-            consumers = tuple(dict.fromkeys(str(user.target) for user in _consumers(node)))
+            consumers = tuple(dict.fromkeys(str(user.target) for user in consumers_past(node, PASSING)))
             norms.append(Norm(path=path, node=node.name, parameters=parameters, consumers=consumers))
     return tuple(norms), refused
 
@@ -464,14 +463,6 @@ def smooth(
     return Smoothing(norms=norms, refused=refused, divided=divided)
 
 
-def _consumers(node: fx.Node) -> list[fx.Node]:
-    """The consumers of a tensor, past dropout and identities."""
-    found = []
-    for user in node.users:
-        found += _consumers(user) if node_kind(user) in PASSING else [user]
-    return found
-
-
 def _parameters(node: fx.Node) -> tuple[str, ...]:
     if node.op == "call_module":
         module: nn.Module = node_module(node)
@@ -497,7 +488,7 @@ def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], sh
         return "normalizes more than the channel axis"
     if times != 1:
         return "is called twice"
-    for user in _consumers(node):
+    for user in consumers_past(node, PASSING):
         if node_kind(user) != "linear" or user.op != "call_module":
             return f"{user.target if user.op == 'call_module' else user.name} ({node_kind(user)}) consumes it too"
         if calls[str(user.target)] != 1 or parametrize.is_parametrized(node_module(user)):
