@@ -242,18 +242,17 @@ def _features(images: Images, run: Run, expected: Judged | None) -> Judged:
     outputs = [run(x) for x in images]
     if expected is None:
         return Judged(outputs)
-    a, b = (np.stack([y[0, 0] for y in found]) for found in (expected.outputs, outputs))
-    a, b = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (a, b))
+    cosine, neighbours = of_features(*(np.stack([y[0, 0] for y in found]) for found in (expected.outputs, outputs)))
+    numbers = {"cosine": cosine, "neighbours": neighbours, "sqnr_db": sqnr(expected.outputs, outputs)}
+    return Judged(outputs, numbers)
+
+
+def of_features(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
+    """Cosine of features (images, channels), and the share of each image's five neighbours that stay, in percent."""
+    a, b = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (expected, found))
     near = [np.argsort(-(x @ x.T) + 9 * np.eye(len(x)), axis=1)[:, :5] for x in (a, b)]
     shared = [100 * len(set(p) & set(q)) / 5 for p, q in zip(*near, strict=True)]
-    return Judged(
-        outputs,
-        {
-            "cosine": float((a * b).sum(1).mean()),
-            "neighbours": float(np.mean(shared)),
-            "sqnr_db": sqnr(expected.outputs, outputs),
-        },
-    )
+    return float((a * b).sum(1).mean()), float(np.mean(shared))
 
 
 def interval(values: np.ndarray) -> list[float]:

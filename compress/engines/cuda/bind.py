@@ -281,7 +281,7 @@ def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Can
     def candidate(each: int) -> Candidate:
         def launch(x: Tensor, out: Outputs) -> None:
             size = (height, width)
-            max_pool(channels_last(x), out.codes, out.codes_pitch, step.kernel, geometry, size, each=each)
+            max_pool(channels_last(x), out.codes, step.kernel, geometry, size, each=each)
 
         return _candidate(step, f"max pool {each}", launch)
 
@@ -498,8 +498,8 @@ def _repeated(step: Operation, layout: Layout) -> list[Candidate]:
 
     def candidate(each: int) -> Candidate:
         def run(tensors: Tensors) -> None:
-            x, out = channels_last(tensors[step.reads[0]]), tensors[step.outputs[0]]
-            max_pool(x, out, out.stride(3), (1, 1), Geometry(), (height, width), each=each, repeats=repeats)
+            x, out = channels_last(tensors[step.reads[0]]), tensors[step.outputs[0]].movedim(1, -1).flatten(0, 2)
+            max_pool(x, out, (1, 1), Geometry(), (height, width), each=each, repeats=repeats)
 
         return Candidate(f"triton repeat {each}", run)
 

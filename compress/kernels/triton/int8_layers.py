@@ -342,7 +342,6 @@ _THREADS = 128
 def max_pool(
     x: Tensor,
     out: Tensor,
-    pitch: int,
     kernel: tuple[int, int],
     geometry: Geometry,
     out_size: tuple[int, int],
@@ -350,7 +349,7 @@ def max_pool(
     each: int = 16,
     repeats: tuple[int, int] = (1, 1),
 ) -> None:
-    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into pixels `pitch` apart.
+    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into rows (pixels, C).
 
     Each pixel of the result is written `repeats` times in height and width, which `out_size` counts.
     """
@@ -365,7 +364,7 @@ def max_pool(
         channels,
         Steps(x.stride(0), x.stride(2), x.stride(3)),
         Sizes(height, width, *out_size),
-        pitch,
+        out.stride(0),
         *kernel,
         *geometry,
         *repeats,
