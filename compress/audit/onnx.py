@@ -23,9 +23,8 @@ from compress.onnx_graph import (
     WEIGHTED_OPS,
     OnnxGraph,
     attribute,
-    bare_outputs,
+    mend,
     opset_of,
-    sort_nodes,
     subgraphs,
 )
 from compress.sparsity.parametrization import verify_nm
@@ -277,8 +276,7 @@ def _load(path: Path) -> onnx.ModelProto:
         raise AuditError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give an ONNX file")
     with any_failure(lambda e: AuditError(f"{path} is not a valid ONNX file: {' '.join(str(e).split())[:300]}")):
         proto = onnx.load(path)
-        sort_nodes(proto.graph)  # Quark's are in any order, and engines load them
-        bare_outputs(proto.graph)
+        mend(proto)
         onnx.checker.check_model(proto)
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
