@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class OnnxAudit:
         ops: number of nodes by type.
         producer: that wrote the file, and its version.
         others: operators of domains that engines know by plugins or libraries of their own, with their number.
-        refused: why the target's engine does not load it.
+        refusals: why engines do not load it; "" if they do.
 
     Examples:
         >>> audit = compress.audit_onnx("int8.onnx")
@@ -112,7 +112,16 @@ class OnnxAudit:
     metadata: dict[str, str]
     producer: str = ""
     others: tuple[str, ...] = ()
-    refused: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> str:
+        return self.refusals.get(self.metadata.get(TARGET_KEY, ""), "")
+
+    def refused_by(self, engine: str) -> str:
+        if engine not in self.refusals:
+            self.refusals[engine] = refusal(self.path, engine)
+        return self.refusals[engine]
 
     def products_on(self, engine: str) -> dict[str, int]:
         """Return the number of weighted operations by the type in which an engine computes them.
@@ -121,7 +130,7 @@ class OnnxAudit:
             engine: `tensorrt` (11, strongly typed), `openvino` or `onnxruntime` (on a CPU, where float16 is computed in
                 float32, or in a type that the processor is faster in).
         """
-        if self.rows and refusal(self.path, engine):
+        if self.rows and self.refused_by(engine):
             return {"not computed": len(self.rows)}
         return dict(sorted(Counter(row.type_on(engine) for row in self.rows).items()))
 
@@ -195,7 +204,7 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
         metadata=metadata,
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
         others=tuple(f"{name} ({count})" for name, count in sorted(others.items())),
-        refused=refused,
+        refusals={target: refused} if target else {},
     )
 
 
