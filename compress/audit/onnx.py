@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from compress.onnx_graph import (
     WEIGHTED_OPS,
     OnnxGraph,
     attribute,
-    bare_outputs,
+    mend,
     opset_of,
-    sort_nodes,
     subgraphs,
 )
 from compress.sparsity.parametrization import verify_nm
@@ -96,7 +95,7 @@ class OnnxAudit:
         ops: number of nodes by type.
         producer: that wrote the file, and its version.
         others: operators of domains that engines know by plugins or libraries of their own, with their number.
-        refused: why the target's engine does not load it.
+        refusals: why engines do not load it; "" if they do.
 
     Examples:
         >>> audit = compress.audit_onnx("int8.onnx")
@@ -113,7 +112,16 @@ class OnnxAudit:
     metadata: dict[str, str]
     producer: str = ""
     others: tuple[str, ...] = ()
-    refused: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> str:
+        return self.refusals.get(self.metadata.get(TARGET_KEY, ""), "")
+
+    def refused_by(self, engine: str) -> str:
+        if engine not in self.refusals:
+            self.refusals[engine] = refusal(self.path, engine)
+        return self.refusals[engine]
 
     def products_on(self, engine: str) -> dict[str, int]:
         """Return the number of weighted operations by the type in which an engine computes them.
@@ -122,7 +130,7 @@ class OnnxAudit:
             engine: `tensorrt` (11, strongly typed), `openvino` or `onnxruntime` (on a CPU, where float16 is computed in
                 float32, or in a type that the processor is faster in).
         """
-        if self.rows and refusal(self.path, engine):
+        if self.rows and self.refused_by(engine):
             return {"not computed": len(self.rows)}
         return dict(sorted(Counter(row.type_on(engine) for row in self.rows).items()))
 
@@ -196,7 +204,7 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
         metadata=metadata,
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
         others=tuple(f"{name} ({count})" for name, count in sorted(others.items())),
-        refused=refused,
+        refusals={target: refused} if target else {},
     )
 
 
@@ -277,8 +285,7 @@ def _load(path: Path) -> onnx.ModelProto:
         raise AuditError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give an ONNX file")
     with any_failure(lambda e: AuditError(f"{path} is not a valid ONNX file: {' '.join(str(e).split())[:300]}")):
         proto = onnx.load(path)
-        sort_nodes(proto.graph)  # Quark's are in any order, and engines load them
-        bare_outputs(proto.graph)
+        mend(proto)
         onnx.checker.check_model(proto)
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)

@@ -15,7 +15,6 @@ from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
-from compress.export.targets import refusal
 from compress.support.limits import COUNT
 
 _ENGINES = {"tensorrt": "TensorRT 11", "openvino": "OpenVINO on a CPU", "onnxruntime": "ONNX Runtime on a CPU"}
@@ -117,7 +116,7 @@ def inspect_onnx(
     audit = audit_onnx(file)
     if as_json:
         products = {engine: audit.products_on(engine) for engine in _ENGINES}
-        print_json({**asdict(audit), "products": products, "mending": audit.mending})
+        print_json({**asdict(audit), "refused": audit.refused, "products": products, "mending": audit.mending})
         return
     if rows:
         lines = [(r.name, r.op_type, r.input_type, r.weight_type, "INT8" if r.int8 else r.reason) for r in audit.rows]
@@ -131,7 +130,7 @@ def _summary(audit: OnnxAudit) -> None:
     for engine, name in _ENGINES.items():
         found = audit.products_on(engine)
         counts = ", ".join(f"{number} of {total} products {kind}" for kind, number in found.items()) or "none"
-        why = refusal(audit.path, engine) if "not computed" in found else ""
+        why = audit.refusals.get(engine) if "not computed" in found else ""
         lines.append((name, f"{counts}: {why}" if why else counts))
     reasons = Counter(row.reason for row in audit.rows if row.reason)
     examples = {row.reason: row.name for row in reversed(audit.rows)}

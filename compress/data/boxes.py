@@ -1,7 +1,8 @@
 """Images with boxes, for detection, in the layouts of COCO and PASCAL VOC.
 
 Training images are scaled by 0.7 to 1.4, moved and mirrored; of a cut box, 30 % must be left. COCO has three layouts,
-where {split} is a name such as train or train2017; boxes of crowds are neither learned nor counted:
+where {split} is a name such as train or train2017; boxes of crowds are neither learned nor counted, and a box ends at
+the border of its image:
 
     root/annotations/instances_{split}.json   root/{split}/
     root/annotations/instances_{split}.json   root/images/{split}/
@@ -13,9 +14,10 @@ VOC: root/JPEGImages/, root/Annotations/NAME.xml, root/ImageSets/Main/train.txt 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -33,13 +35,13 @@ from compress.data.decode import pixels_of, read_image
 from compress.data.folder import EXTENSIONS
 from compress.data.memory import to_device
 from compress.data.workers import Item, ItemSplit, Place
-from compress.errors import DataError, first_few, near_misses
+from compress.errors import CompressWarning, DataError, first_few, near_misses
 from compress.files import read_json, read_regular
 
 _SCALES = (0.7, 1.4)
 _DRAWS = 4
 _LEAST_VISIBLE = 0.3
-_TOLERANCE = 1.0  # pixels by which a rounded box may exceed its image; the excess is cut off
+_TOLERANCE = 1.0  # pixels by which a rounded box may exceed its image, which is not said
 
 # Advice for a class that a recipe does not name.
 AS_BACKGROUND = "; data.other_classes: background learns objects of other classes as background"
@@ -55,6 +57,8 @@ class Annotation:
         size: (width, height), if said.
         boxes: (n, 4) edges in pixels of the file.
         ignored: (n,) boxes that count neither as found nor as missed.
+        cut: boxes cut at the border.
+        empty: boxes left out, outside.
     """
 
     image: Path
@@ -63,6 +67,8 @@ class Annotation:
     boxes: Boxes
     labels: NDArray[np.int64]
     ignored: NDArray[np.bool_]
+    cut: int = 0
+    empty: int = 0
 
 
 def annotation(
@@ -70,8 +76,13 @@ def annotation(
 ) -> Annotation:
     found = list(rows)
     boxes = np.array([box for box, _, _ in found], dtype=np.float32).reshape(-1, 4)
-    check_boxes(boxes, size, source)
-    return Annotation(
+    for box in boxes:
+        text = "[" + ", ".join(f"{value:g}" for value in box) + "]"
+        if not np.isfinite(box).all():
+            raise DataError(f"{source}: the box {text} has a coordinate that is no finite number")
+        if box[2] < box[0] or box[3] < box[1]:
+            raise DataError(f"{source}: the box {text} (left, top, right, bottom) ends before it begins")
+    one = Annotation(
         image=image,
         source=source,
         size=size,
@@ -79,22 +90,31 @@ def annotation(
         labels=np.array([label for _, label, _ in found], dtype=np.int64),
         ignored=np.array([ignored for _, _, ignored in found], dtype=np.bool_),
     )
+    return one if size is None else _within(one, size)
 
 
-def check_boxes(boxes: Boxes, size: tuple[int, int] | None, source: str) -> None:
-    """Refuse unlearnable boxes, and cut off what exceeds the image by a pixel; in place."""
-    for box in boxes:
-        text = "[" + ", ".join(f"{value:g}" for value in box) + "]"
-        if not np.isfinite(box).all():
-            raise DataError(f"{source}: the box {text} has a coordinate that is no finite number")
-        if size is not None:
-            width, height = size
-            if box[:2].min() < -_TOLERANCE or box[2] > width + _TOLERANCE or box[3] > height + _TOLERANCE:
-                raise DataError(f"{source}: the box {text} (left, top, right, bottom) is outside its image of {size}")
-            box[0::2] = box[0::2].clip(0, width)
-            box[1::2] = box[1::2].clip(0, height)
-        if box[2] <= box[0] or box[3] <= box[1]:
-            raise DataError(f"{source}: the box {text} (left, top, right, bottom) has no area")
+def _within(one: Annotation, size: tuple[int, int]) -> Annotation:
+    """End boxes at the border."""
+    boxes = one.boxes.clip(0, np.array(size * 2, dtype=np.float32))
+    beyond, kept = (np.abs(boxes - one.boxes) > _TOLERANCE).any(1), (boxes[:, 2:] > boxes[:, :2]).all(1)
+    cut, empty = int((beyond & kept).sum()), int((~kept).sum())
+    labels, ignored = one.labels[kept], one.ignored[kept]
+    return replace(one, boxes=boxes[kept], labels=labels, ignored=ignored, cut=cut, empty=empty)
+
+
+def _warn_of_cuts(annotations: Sequence[Annotation]) -> None:
+    cut, empty = sum(one.cut for one in annotations), sum(one.empty for one in annotations)
+    if not cut and not empty:
+        return
+    total = sum(len(one.boxes) for one in annotations) + empty
+    source = next(one.source for one in annotations if one.cut or one.empty)
+    warnings.warn(
+        f"of {total} boxes, {cut} reach beyond their images and end at the border, and {empty} have no area within "
+        f"theirs and are left out; the first is in {source}. If that is more than a few, look whether boxes are in "
+        "pixels of their images, and in the format that is read",
+        CompressWarning,
+        stacklevel=2,
+    )
 
 
 class BoxSplit(ItemSplit):
@@ -122,6 +142,7 @@ class BoxSplit(ItemSplit):
             raise DataError(
                 f"none of {len(annotations)} images has a box{kind} (the first is {where}): nothing to detect"
             )
+        _warn_of_cuts(annotations)
         self.annotations = list(annotations)
 
     def __len__(self) -> int:
@@ -155,7 +176,7 @@ class _Reader(Dataset[Item]):
         index, seed = place
         one = self.annotations[index]
         try:
-            image = _opened(one, self.max_pixels)
+            image, one = _opened(one, self.max_pixels)
         except DataError as error:
             return None, None, str(one.image), str(error)
         scale = np.array([self.size[1] / image.width, self.size[0] / image.height] * 2, dtype=np.float32)
@@ -167,13 +188,14 @@ class _Reader(Dataset[Item]):
         return pixels, (boxes[kept], one.labels[kept], one.ignored[kept]), str(one.image), ""
 
 
-def _opened(one: Annotation, max_pixels: int) -> Image.Image:
+def _opened(one: Annotation, max_pixels: int) -> tuple[Image.Image, Annotation]:
     image = read_image(one.image, max_pixels=max_pixels)
     if one.size not in (None, image.size):
         raise DataError(f"{one.image} has {image.size} pixels (width, height), and {one.source} says {one.size}")
     if one.size is None:
-        check_boxes(one.boxes, image.size, one.source)
-    return image
+        one = _within(one, image.size)
+        _warn_of_cuts([one])
+    return image, one
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> Tensor:

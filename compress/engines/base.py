@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.files import path_of
-from compress.onnx_graph import OnnxGraph, lacks, opset_of, tensors_of
+from compress.onnx_graph import OnnxGraph, lacks, mend, opset_of, tensors_of
 from compress.support.libraries import library_errors
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -404,6 +404,7 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
     graph = model.graph
     if missing := lacks(model):
         raise EngineError(f"{path}: {missing}")
+    mend(model)
     weights, constants = {tensor.name for tensor in graph.initializer}, OnnxGraph(graph).constants
     scales = list(_scales(graph, constants))
     clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}

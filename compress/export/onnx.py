@@ -609,7 +609,10 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     except Exception as error:  # torch.onnx runs the user's code, and raises whatever its passes do
         cause, fixed = _cause(error), ""
         if spec.dynamic_batch and _SYMBOLS.search(cause):
-            fixed = f"; if it computes with the batch size, such as groups=x.shape[0], {_FIX_BATCH}"
+            fixed = (
+                "; if it computes with the batch size, such as groups=x.shape[0], or the first dimension of an input "
+                f"is no batch, {_FIX_BATCH}"
+            )
         raise ExportError(f"torch.onnx cannot export the model: {cause}{fixed}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
@@ -654,7 +657,7 @@ class _ExactNumbers(TorchFunctionMode):
 
 
 # What errors of torch.export and torch.onnx say where a size is a symbol.
-_SYMBOLS = re.compile(r"Symbolic|SymInt|symbol|GuardOn|data-dependent|[Dd]ynamic|[Ss]pecializ")
+_SYMBOLS = re.compile(r"Symbolic|SymInt|symbol|GuardOn|data-dependent|[Dd]ynamic|[Ss]pecializ|size\(\)\[0\]")
 _SUMS = frozenset({"add", "radd", "iadd", "sub", "isub"})
 _DROPPED = 1e-8
 _CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_"})

@@ -44,12 +44,25 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     os.register_at_fork(after_in_child=_renew)
 
 
+@contextlib.contextmanager
+def fast_path(*, enabled: bool) -> Iterator[None]:
+    # Of torch's transformers in evaluation: it returns zeros for tokens that src_key_padding_mask hides, if those are
+    # the last ones; training and files compute them.
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def alone(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function wait for calls in other threads, and compute without the caller's autocast and default device."""
+    """Make a function wait for calls in other threads, and compute without autocast, default device and fast paths."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with _ONE, contextlib.ExitStack() as stack:
+            stack.enter_context(fast_path(enabled=False))
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
@@ -212,10 +225,10 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
+def run_model(model: nn.Module, inputs: tuple[Tensor, ...], *, fast: bool = False) -> object:
     """The results of a model on copies of inputs, in evaluation mode and without gradients; mode and buffers stay."""
     try:
-        with torch.no_grad(), restored(model):
+        with torch.no_grad(), restored(model), fast_path(enabled=fast):
             return run_with(model.eval(), copies_of(inputs))
     except Exception as error:  # a model can fail in any way
         raise ModelError(

@@ -53,8 +53,11 @@ def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
     skipped = {"graph", "shape", "quantizer"}
     nodes = (n for n in graph_module.graph.nodes if TRAITS[node_kind(n)].category not in skipped)
     return tuple(
-        _layer(n) for n in nodes if _output_shape(n) is not None or (node_kind(n) == "unknown" and tensor_args(n))
+        _layer(n) for n in nodes if _output_shape(n) is not None or (node_kind(n) in _TUPLES and tensor_args(n))
     )
+
+
+_TUPLES = frozenset({"unknown", "sort", "scan"})  # which may return several tensors
 
 
 def total_macs(items: tuple[Layer, ...]) -> tuple[int, tuple[str, ...]]:

@@ -139,6 +139,9 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "mish": replace(_ZERO_AT_ZERO, lowest=-0.3089, flat_below=-9.2),
         "tanh": _ZERO_AT_ZERO,
         "elu": _ZERO_AT_ZERO,
+        "glu": Traits(
+            category="activation", keeps_zero=True, needs_float=True
+        ),  # of a half by the sigmoid of the other
         "sigmoid": _POSITIVE,
         "hardsigmoid": _POSITIVE,
         "softplus": _POSITIVE,
@@ -162,11 +165,14 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "abs": replace(_FUNCTION, scales_linearly=True, non_negative="always"),
         "round": replace(_FUNCTION, keeps_zero=True, non_negative="if inputs are"),
         "function": _FUNCTION,  # any other of one operand, of which nothing more is needed
+        "functions": replace(_FUNCTION, data_inputs=MANY),  # of several
+        "logic": Traits(category="lookup", data_inputs=MANY, elementwise=True, needs_float=True),
         "mean": replace(_REDUCTION, idempotent=True),
         "max": replace(_REDUCTION, idempotent=True),
         "min": replace(_REDUCTION, idempotent=True),
         "sum": _REDUCTION,
         "var": Traits(category="reduction", keeps_zero=True, non_negative="always", needs_float=True),
+        "reduce": Traits(category="reduction", needs_float=True),  # any other along one axis or all
         "vector_norm": replace(_REDUCTION, non_negative="always", needs_float=True),
         "max_pool": replace(_POOL, commutes_with_quantization=True),
         "adaptive_max_pool": replace(_POOL, commutes_with_quantization=True),
@@ -198,7 +204,12 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
             category="quantizer", elementwise=True, free=True, keeps_zero=True, non_negative="if inputs are"
         ),
         "embedding": Traits(category="lookup"),
+        "gather": Traits(category="lookup", data_inputs=MANY),
         "scatter": Traits(category="lookup", data_inputs=MANY),
+        "count": Traits(category="lookup", data_inputs=MANY),  # how many values there are of each
+        "search": Traits(category="lookup", data_inputs=MANY),  # where values are in a sorted row
+        "scan": Traits(category="lookup", needs_float=True),  # sums, products or extremes up to each position
+        "sort": Traits(category="lookup"),  # values of an axis in their order, all or some
         "nms": Traits(category="lookup", data_inputs=2),  # which of some boxes are left
         "position_bias": Traits(category="lookup"),  # torchvision's Swin: biases of attention by relative position
         "shape": _SHAPE,
@@ -270,6 +281,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "tanh": (nn.Tanh, torch.tanh, F.tanh, "tanh", "tanh_"),
     "elu": (nn.ELU, nn.CELU, nn.SELU, F.elu, F.selu, F.celu),
     "mish": (nn.Mish, F.mish),
+    "glu": (nn.GLU, F.glu),
     "softplus": (nn.Softplus, F.softplus),
     "add": (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__radd__"),
     "sub": (operator.sub, operator.isub, torch.sub, torch.rsub, torch.subtract, "sub", "sub_", "subtract"),
@@ -301,12 +313,29 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(F.hardshrink, F.softshrink, F.tanhshrink, torch.erf, torch.reciprocal, torch.expm1, torch.tan, torch.atan),
         *(torch.clamp_min, torch.clamp_max, F.threshold),
         *("erf", "reciprocal", "expm1", "tan", "atan", "clamp_min", "clamp_max"),
+        *(torch.sinh, torch.cosh, torch.asinh, torch.exp2, torch.erfc, torch.frac, torch.nan_to_num, torch.sinc),
+        *("sinh", "cosh", "asinh", "exp2", "erfc", "frac", "nan_to_num", "sinc"),
+    ),
+    "functions": (
+        *(torch.atan2, torch.hypot, torch.lerp, torch.addcmul, torch.fmod, torch.remainder, torch.logaddexp),
+        *("atan2", "hypot", "lerp", "addcmul", "fmod", "remainder", "logaddexp"),
+    ),
+    "logic": (
+        *(torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, "eq", "ne", "lt", "le", "gt", "ge"),
+        *(torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not, torch.isnan, torch.isfinite),
+        *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite"),
+        *(operator.and_, operator.or_, operator.xor, operator.invert, torch.bitwise_not),
     ),
     "mean": (torch.mean, "mean"),
     "sum": (torch.sum, "sum"),
     "max": (torch.max, torch.amax, "max", "amax"),
     "min": (torch.min, torch.amin, "min", "amin"),
     "var": (torch.var, torch.std, "var", "std"),
+    "reduce": (
+        *(torch.prod, torch.logsumexp, torch.nansum, torch.nanmean, torch.median, torch.argmax, torch.argmin),
+        *("prod", "logsumexp", "nansum", "nanmean", "median", "argmax", "argmin"),
+        *(torch.any, torch.all, torch.count_nonzero, "any", "all", "count_nonzero"),
+    ),
     "vector_norm": (torch.linalg.vector_norm, torch.norm, "norm"),
     "max_pool": (
         *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
@@ -330,7 +359,10 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis"),
     ),
     "squeeze": (torch.squeeze, torch.unsqueeze, "squeeze", "unsqueeze"),
-    "repeat": (torch.repeat_interleave, "repeat_interleave", "expand", "expand_as", "repeat", "broadcast_to"),
+    "repeat": (
+        *(torch.repeat_interleave, torch.tile, torch.broadcast_to),
+        *("repeat_interleave", "tile", "expand", "expand_as", "repeat", "broadcast_to"),
+    ),
     "split": (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split"),
     "getitem": (operator.getitem, torch.index_select, "select", "narrow", "index_select", "__getitem__"),
     "getattr": (getattr,),
@@ -338,7 +370,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "pixel_unshuffle": (nn.PixelUnshuffle, F.pixel_unshuffle),
     "channel_shuffle": (nn.ChannelShuffle, F.channel_shuffle),
     "roll": (torch.roll, "roll"),
-    "flip": (torch.flip, "flip"),
+    "flip": (torch.flip, torch.fliplr, torch.flipud, torch.rot90, "flip", "fliplr", "flipud", "rot90"),
     "unfold": (nn.Unfold, F.unfold, "unfold"),
     "concat": (torch.cat, torch.concat, torch.concatenate),
     "stack": (torch.stack,),
@@ -355,6 +387,14 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(torch.scatter, torch.scatter_add, torch.scatter_reduce, torch.index_add, torch.index_put, torch.index_copy),
         *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy"),
     ),
+    "gather": (torch.gather, torch.take_along_dim, "gather", "take_along_dim"),
+    "count": (torch.bincount, torch.histc, "bincount", "histc"),
+    "search": (torch.searchsorted, torch.bucketize),
+    "scan": (
+        *(torch.cumsum, torch.cumprod, torch.cummax, torch.cummin, torch.logcumsumexp),
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    ),
+    "sort": (torch.sort, torch.argsort, torch.topk, torch.kthvalue, "sort", "argsort", "topk", "kthvalue"),
     "shape": (len, ByMode, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
     "floordiv": (operator.floordiv, operator.mod),
     "zeros": (torch.zeros_like, "new_zeros"),
@@ -590,6 +630,10 @@ ONNX_KINDS = {
     "ReduceMax": "max",
     "ReduceMin": "min",
     "ReduceL2": "vector_norm",
+    **dict.fromkeys(("ReduceProd", "ReduceLogSumExp", "ArgMax", "ArgMin"), "reduce"),
+    "CumSum": "scan",
+    "TopK": "sort",
+    "GatherElements": "gather",
     "MaxPool": "max_pool",
     "AveragePool": "avg_pool",
     "GlobalMaxPool": "adaptive_max_pool",

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn.parameter import is_lazy
@@ -207,7 +208,7 @@ class Values:
 def _is_shape(node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target) in METHODS_OF_SHAPE
-    return node.target in {getattr, len}
+    return node.target in {getattr, len, torch.is_floating_point}
 
 
 def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
@@ -239,8 +240,11 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
     tensors = {name: _recorded(name) for name in _MAKER_NAMES} | {name: _Limits(name) for name in ("finfo", "iinfo")}
     tensors |= {name: _converted(name) for name in ("as_tensor", "asarray")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
-    before = {name: getattr(torch, name) for name in tensors}
     scripted, compiled = torch.jit.isinstance, torch.jit.ScriptFunction.__call__
+    changed += [(vars(torch), name, function) for name, function in tensors.items()]
+    changed += [(place, name, _of_masks(place[name], symbolic)) for place, name, symbolic in _OF_MASKS]
+    changed.append((vars(torch.jit), "isinstance", lambda value, kind: scripted(_seen(value), kind)))
+    before = [(place, name, place[name]) for place, name, _ in changed if name in place]
 
     def called(function: Any, *args: Any, **kwargs: Any) -> object:
         symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
@@ -250,15 +254,13 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
         torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign, assignment]
         for place, name, function in changed:
             place[name] = function
-        vars(torch).update(tensors)
-        vars(torch.jit)["isinstance"] = lambda value, kind: scripted(_seen(value), kind)
         yield
     finally:
         torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]
-        vars(torch.jit)["isinstance"] = scripted
-        vars(torch).update(before)
         for place, name, _ in changed:
             place.pop(name, None)  # a module under two names is changed twice
+        for place, name, function in before:
+            place[name] = function
 
 
 _UNBOUND = re.compile(r"descriptor '(\w+)' for 'torch._C.TensorBase' objects doesn't apply")
@@ -307,6 +309,24 @@ def _converted(name: str) -> Callable[..., Any]:
         return recorded(data, *args, dtype=dtype, **kwargs)
 
     return convert
+
+
+# What torch's transformers do with masks, and the result for symbolic ones: they stay as they are, since
+# `open_attention` takes each type, and a causal one is not looked for, which would save torch time.
+_OF_MASKS: tuple[tuple[dict[str, Any], str, Callable[..., Any]], ...] = (
+    (vars(F), "_canonical_mask", lambda mask, **_: mask),
+    (vars(F), "_none_or_dtype", lambda _: None),
+    (vars(nn.modules.transformer), "_detect_is_causal_mask", lambda _mask, is_causal, _size: is_causal is True),
+)
+
+
+def _of_masks(function: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> object:
+        known = not any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+        return (function if known else symbolic)(*args, **kwargs)
+
+    return call
 
 
 class _Limits:
@@ -779,6 +799,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     _check_names(model)
     model = own_copy(_Attention(model) if type(model) is nn.MultiheadAttention else model)
     reference = _results_and_hooks(model, inputs)
+    _check_padding(model, inputs, reference)
     models = [model]
     if check_stateless(model, inputs):
         models.append(fresh(model))
@@ -871,6 +892,19 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
             stacklevel=2,
         )
     return reference
+
+
+def _check_padding(model: nn.Module, inputs: tuple[Tensor, ...], reference: object) -> None:
+    """Warn if results show padding."""
+    padded = any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules())
+    if padded and not same_results(reference, run_model(fresh(model), inputs, fast=True)):
+        warnings.warn(
+            f"the results of {type(model).__name__} depend on tokens that src_key_padding_mask hides: in evaluation "
+            "torch makes them zeros where it takes its fast path, and the quantized network computes them, as torch "
+            "does in training; leave them out of a mean or a loss",
+            CompressWarning,
+            stacklevel=3,
+        )
 
 
 def _of_library(hook: object) -> bool:

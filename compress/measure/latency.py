@@ -597,8 +597,8 @@ def _prepared(
     text = engine.metadata.get(PREPROCESSING_KEY)
     if given is None and text is None:
         raise EngineError(
-            f"{label}: its file does not say how its input is made (no {PREPROCESSING_KEY} in its metadata); export it "
-            "with compress, or give preprocessing="
+            f"{label}: its file does not say how its input is made (no {PREPROCESSING_KEY} in its metadata); give the "
+            "folder of a run, which writes it, or in Python preprocessing="
         )
     preprocessing = given if given is not None else Preprocessing.from_json(str(text))
     tensor = engine.inputs[0]

@@ -289,13 +289,91 @@ def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 
-def bare_outputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """Outputs without a shape, which ONNX Runtime takes and onnx's checker refuses; they get one without dimensions."""
-    values = [value for value in graph.output if value.type.HasField("tensor_type")]
-    bare = [value for value in values if not value.type.tensor_type.HasField("shape")]
+def mend(proto: onnx.ModelProto) -> list[str]:
+    """Mend what ONNX Runtime loads and onnx's checker refuses; in place."""
+    notes = []
+    unnamed = [graph for graph in graphs_of(proto.graph) if not graph.name]
+    for graph in unnamed:
+        graph.name = "graph"
+    if unnamed:
+        notes.append("the file's graph gets a name")
+    imports = {"" if entry.domain == "ai.onnx" else entry.domain: entry for entry in proto.opset_import}
+    if len(imports) < len(proto.opset_import):
+        kept = [helper.make_opsetid(domain, entry.version) for domain, entry in imports.items()]
+        del proto.opset_import[:]
+        proto.opset_import.extend(kept)
+        notes.append(f"of several imports of a domain the last is taken: opset {opset_of(proto)}")
+    if sort_nodes(proto.graph):
+        notes.append("the nodes of the file are put in order")
+    grouped = [_write_groups(graph) for graph in [*graphs_of(proto.graph)] if opset_of(proto) in _FACTORS_OF_GROUPS]
+    if any(grouped):
+        notes.append("GroupNormalization with a factor for each group is written as InstanceNormalization of groups")
+    bare = [value for value in (*proto.graph.input, *proto.graph.output) if value.type.HasField("tensor_type")]
+    bare = [value for value in bare if not value.type.tensor_type.HasField("shape")]
+    if bare:
+        notes.append("inputs and outputs of the file without a shape get their number of dimensions")
+        view, results = OnnxGraph(proto.graph), {value.name for value in proto.graph.output}
     for value in bare:
-        value.type.tensor_type.shape.SetInParent()
-    return bare
+        sizes = [] if value.name in results else _sizes_read(view, value.name)
+        if sizes or value.name in results:  # an output gets none, until a run shows how many there are
+            value.type.tensor_type.shape.SetInParent()
+            value.type.tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension(dim_value=n or None) for n in sizes)
+    return notes
+
+
+# Opsets in which GroupNormalization has a factor for each group; the standard took that version back.
+_FACTORS_OF_GROUPS = range(18, 21)
+
+
+def _write_groups(graph: onnx.GraphProto) -> bool:
+    view, nodes = OnnxGraph(graph), list[onnx.NodeProto]()
+    for node in graph.node:
+        if node.op_type != "GroupNormalization" or node.domain:
+            nodes.append(node)
+            continue
+        x, *factors = node.input
+        names = [view.free(f"{node.output[0]}_{part}") for part in ("rows", "of_groups", "normed", "shape")]
+        graph.initializer.append(constant_tensor(names[0], np.array([0, attribute(node, "num_groups", 1), -1])))
+        epsilon = attribute(node, "epsilon", 1e-5)
+        nodes += [
+            helper.make_node("Reshape", [x, names[0]], [names[1]]),
+            helper.make_node("InstanceNormalization", [names[1], *factors], [names[2]], node.name, epsilon=epsilon),
+            helper.make_node("Shape", [x], [names[3]]),
+            helper.make_node("Reshape", [names[2], names[3]], list(node.output)),
+        ]
+    changed = len(nodes) > len(graph.node)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes] if changed else []
+    if changed:
+        del graph.node[:]
+        graph.node.extend(copies)
+    return changed
+
+
+# Operators whose result has as many dimensions as the image that is their first input.
+_KEEPS_RANK = frozenset({"Cast", "Identity", "Sub", "Add", "Mul", "Div", "Clip", "Pad", "Relu", "LeakyRelu"}) | {
+    *("BatchNormalization", "InstanceNormalization", "LRN", "QuantizeLinear", "DequantizeLinear"),
+}
+
+
+def _sizes_read(view: OnnxGraph, name: str) -> list[int]:
+    # What the operators after a tensor say of it; 0 = open, empty = nothing.
+    for node in view.consumers.get(name, []):
+        kind, weight = node.op_type, view.constants.get(node.input[1]) if len(node.input) > 1 else None
+        sizes: list[int] = []
+        if node.input[0] == name and kind in {"Conv", "ConvTranspose"} and weight is not None:
+            channels = weight.dims[1] * attribute(node, "group", 1) if kind == "Conv" else weight.dims[0]
+            sizes = [0, channels, *(0 for _ in weight.dims[2:])]
+        elif kind in {"MaxPool", "AveragePool", "LpPool"}:
+            sizes = [0, 0, *(0 for _ in attribute(node, "kernel_shape", ()))]
+        elif kind == "Transpose":
+            sizes = [0 for _ in attribute(node, "perm", ())]
+        elif kind == "Gemm":
+            sizes = [0, 0]
+        elif kind in _KEEPS_RANK and node.input[0] == name:
+            sizes = _sizes_read(view, node.output[0])
+        if sizes:
+            return sizes
+    return []
 
 
 def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -46,13 +46,12 @@ from compress.onnx_graph import (
     OnnxGraph,
     all_nodes,
     attribute,
-    bare_outputs,
     graphs_of,
     inferred_graph,
     inputs_of,
     lacks,
+    mend,
     opset_of,
-    sort_nodes,
     subgraphs,
     tensors_of,
     whole_shapes,
@@ -176,31 +175,16 @@ def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path
 
 
 def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Mend what ONNX Runtime loads and the standard forbids, in place; return a sentence for each kind."""
+    """Mend what ONNX Runtime loads and the standard forbids; in place."""
     # ONNX Runtime's own optimizer writes LayerNormalization into files of any opset, exporters leave out the shapes of
     # outputs, and scripts append nodes in any order.
-    notes = []
-    unnamed = [graph for graph in graphs_of(proto.graph) if not graph.name]
-    for graph in unnamed:
-        graph.name = "graph"
-    if unnamed:
-        notes.append("the file's graph gets a name")
-    imports = {"" if entry.domain == "ai.onnx" else entry.domain: entry for entry in proto.opset_import}
-    if len(imports) < len(proto.opset_import):
-        kept = [helper.make_opsetid(domain, entry.version) for domain, entry in imports.items()]
-        del proto.opset_import[:]
-        proto.opset_import.extend(kept)
-        notes.append(f"of several imports of a domain the last is taken: opset {opset_of(proto)}")
-    if sort_nodes(proto.graph):
-        notes.append("the nodes of the file are put in order")
+    notes = mend(proto)
     newer = _newer_operators(proto)
     if newer and not proto.functions:
         notes.append(
             f"the opset is raised from {opset_of(proto)} to {max(newer.values())}, which {', '.join(newer)} need"
         )
         _raise_around(path, proto, newer)
-    if bare_outputs(proto.graph):  # no dimensions, until a run shows how many there are
-        notes.append("the file's outputs get their number of dimensions")
     return (*notes, *_for_inference(proto))
 
 

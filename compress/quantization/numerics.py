@@ -141,7 +141,8 @@ def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor
     The gradient passes where the integer did not saturate, else it is 0 (Jacob et al., arXiv 1712.05877, section 3);
     `scale` has none.
     """
-    if not torch.is_grad_enabled() or not x.requires_grad:
+    scripted = torch.jit.is_tracing()  # type: ignore[attr-defined]  # a script holds operators alone
+    if scripted or not torch.is_grad_enabled() or not x.requires_grad:
         return _rounded(x, scale, quant_format)[0]
     return _StraightThrough.apply(x, scale, quant_format)
 

@@ -414,7 +414,60 @@ def _reduce(call: Call) -> object:
     dims = _dims(second, field)
     mixed = mix(field, dims, f"{call.name} ({call.kind}) depends on every position")
     result = _shrunk(mixed, dims, bool(call.argument(2, "keepdim", False)), call)
-    return (result, result) if call.function in {"max", "min"} and second is not None else result
+    return (result, result) if call.function in {"max", "min", "median"} and second is not None else result
+
+
+def _sort(call: Call) -> object:
+    field, counted = call.field(0), call.function in {"topk", "kthvalue"}
+    dim = call.argument(2 if counted else 1, "dim", -1) % len(field.shape)
+    mixed = mix(field, [dim], f"{call.name} ({call.kind}) depends on every position")
+    if call.function == "kthvalue":
+        mixed = _shrunk(mixed, [dim], bool(call.argument(3, "keepdim", False)), call)
+    if call.function == "topk":
+        count = call.argument(1, "k")
+        mixed = replace(mixed, bounds=tuple(bound.narrow(dim, 0, count) for bound in mixed.bounds))
+    return mixed if call.function == "argsort" else (mixed, mixed)
+
+
+def _scan(call: Call) -> object:
+    field = call.field(0)
+    dim = call.argument(1, "dim") % len(field.shape)
+    bounds = tuple(bound.cummin(dim).values for bound in field.bounds)
+    along = [axis for axis, place in enumerate(field.dims) if place == dim and field.shape[dim] > 1]
+    reason = f"{call.name} depends on all positions up to each"
+    views = tuple(view.forget(reason) if axis in along else view for axis, view in enumerate(field.views))
+    result = settled(replace(field, bounds=bounds, views=views), reason)
+    return (result, result) if call.function in {"cummax", "cummin"} else result
+
+
+def _glu(call: Call) -> Field:
+    field = call.field(0)
+    dim = call.argument(1, "dim", -1)
+    halves = move(field, lambda bound: bound.chunk(2, dim), call.name)
+    return join(halves, call.result_shape(), call.name)
+
+
+def _gather(call: Call) -> object:
+    where = call.argument(2, "index", call.kwargs.get("indices")) if call.function == "gather" else None
+    where = where if where is not None else call.argument(1, "indices")
+    return _everywhere(call) if isinstance(where, Field) or len(list(call.fields())) > 1 else _moving(call)
+
+
+def _everywhere(call: Call) -> Field:
+    # places that follow from values: each element may depend on all
+    shape, name = call.result_shape(), f"{call.name} ({call.kind}) depends on every position"
+    whole = [mix(field, range(len(field.shape)), name, keep=False) for field in call.operands()]
+    spread = [
+        replace(f, bounds=tuple(b.reshape(()).expand(shape) for b in f.bounds), dims=(None,) * len(f.dims))
+        for f in whole
+    ]
+    return join(spread, shape, name)
+
+
+def _search(call: Call) -> Field:
+    row = call.argument(0, "sorted_sequence") if call.function == "searchsorted" else call.argument(1, "boundaries")
+    values = call.field(1, "input") if call.function == "searchsorted" else call.field(0)
+    return _everywhere(call) if isinstance(row, Field) else values
 
 
 def _shrunk(field: Field, dims: list[int], keepdim: bool, call: Call) -> Field:
@@ -527,7 +580,7 @@ def _attend(operands: Sequence[Field], shape: Sequence[int], length: int, name: 
 RULES: dict[str, Callable[[Call], Any]] = {
     **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), lambda call: call.field(0)),
     **dict.fromkeys(
-        kinds(lambda t: t.elementwise and t.data_inputs > 1),
+        kinds(lambda t: t.elementwise and t.data_inputs != 1),
         lambda call: join(call.operands(), call.result_shape(), call.name),
     ),
     "conv": _conv,
@@ -554,7 +607,13 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "normalize": _normalize,
     "vector_norm": _vector_norm,
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
-    **dict.fromkeys(("mean", "sum", "max", "min", "var"), _reduce),
+    **dict.fromkeys(("mean", "sum", "max", "min", "var", "reduce"), _reduce),
+    **dict.fromkeys(("scatter", "count"), _everywhere),
+    "search": _search,
+    "gather": _gather,
+    "sort": _sort,
+    "scan": _scan,
+    "glu": _glu,
     "zeros": lambda call: torch.zeros(call.result_shape()),
     **dict.fromkeys(("matmul", "addmm"), _product),
     "einsum": _einsum,

@@ -2,6 +2,8 @@ import warnings
 
 import numpy as np
 import onnx
+import onnxruntime
+import openvino
 import pytest
 import torch
 from onnx import helper
@@ -9,6 +11,7 @@ from torch import nn
 
 from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx, to_pt2e
 from compress.audit.onnx import audit_sparsity, sparse_nodes
+from compress.cli.inspect_file import inspect_onnx
 from compress.errors import AuditError
 from compress.support.process import sums_bytes_in_16_bits
 from tests.exact import kinds_on_engine
@@ -297,6 +300,23 @@ def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
     assert sum(row.int8 for row in audit_onnx(path).rows) == products == (2 if precision == "fp32" else 0)
 
 
+def test_an_engine_loads_an_audited_file_once(tmp_path, monkeypatch, capsys):
+    node = helper.make_node("DeformConv", ["x", "w", "o"], ["y"])  # which OpenVINO's own target does not load
+    constants = {"w": np.ones((4, 4, 1, 1), np.float32), "o": np.zeros((2, 2, 4, 4), np.float32)}
+    model = onnx_model([node], {"x": [2, 4, 4, 4]}, {"y": [2, 4, 4, 4]}, constants, opset=19)
+    model.metadata_props.add(key="compress.target", value="openvino")
+    onnx.save(model, tmp_path / "m.onnx")
+    loaded = []
+    for owner, name in ((onnxruntime, "InferenceSession"), (openvino.Core, "read_model")):
+        load = getattr(owner, name)
+        found = lambda *given, load=load, name=name, **more: loaded.append(name) or load(*given, **more)  # noqa: E731
+        monkeypatch.setattr(owner, name, found)
+    inspect_onnx(tmp_path / "m.onnx")
+    assert sorted(loaded) == ["InferenceSession", "read_model"]
+    shown = capsys.readouterr().out
+    assert "1 of 1 products not computed: OpenVINO does not load" in " ".join(shown.replace("\u2502", " ").split())
+
+
 def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
     # Of a float file, its halves, and one with a quantized and a float product.
     rng = np.random.default_rng(0)
@@ -321,6 +341,9 @@ def test_types_on_engines_and_the_command_that_mends_a_file(tmp_path):
     assert on["int8"] == [{"FP32": 1, "INT8": 1}] * 2
     assert on["both"] == [{"FP16": 1, "INT8": 1}, {"FP32": 1, "INT8": 1}]
     assert audits["bf16"].products_on("onnxruntime") == {"not computed": 2}
+    assert (
+        "find an implementation" in audits["bf16"].refusals["onnxruntime"] and not audits["bf16"].refusals["openvino"]
+    )
     words = {name: audit.mending[1].split()[3:4] for name, audit in audits.items()}
     assert words == {"float": ["ptq"], "fp16": ["ptq"], "bf16": ["ptq"], "int8": ["cast"], "both": []}
     assert audits["float"].producer == "me" and "--precision fp16" in audits["float"].mending[1]

@@ -4,12 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 from compress import DataSpec, load_data
 from compress.data.base import BatchPlan
 from compress.data.load import class_count
-from compress.errors import DataError
+from compress.errors import CompressWarning, DataError
 
 CLASSES = ("dark", "bright")
 SIZE = (40, 60)
@@ -133,8 +134,7 @@ def test_the_classes_of_coco_are_its_categories_by_id(tmp_path):
 
 
 BAD_VOC = {
-    "outside": (lambda: xml([(10, 8, 80, 20, 1)]), r"a\.xml: the box \[10, 8, 80, 20\] .* is outside its image"),
-    "no area": (lambda: xml([(10, 8, 10, 20, 1)]), r"a\.xml: the box \[10, 8, 10, 20\] .* has no area"),
+    "turned": (lambda: xml([(10, 8, 9, 20, 1)]), r"a\.xml: the box \[10, 8, 9, 20\] .* ends before it begins"),
     "corrupt": (lambda: xml([(10, 8, 30, 20, 1)])[:-20], r"a\.xml is not readable XML"),
     "empty": (lambda: "", r"a\.xml is not readable XML"),
     "class": (lambda: xml([(1, 1, 9, 9, 1)]).replace("bright", "brigt"), r"a\.xml names the class 'brigt'.*bright"),
@@ -207,14 +207,48 @@ def test_images_without_any_box_are_refused(tmp_path):
         load_data(spec(tmp_path))
 
 
+BEYOND = [(-8, 8, 30, 20, 1), (40, 30, 90, 70, 1), (10, 10, 10, 20, 1), (70, 1, 80, 9, 1), (-0.6, 0, 5, 9, 1)]
+WITHIN = [(0, 8, 30, 20), (40, 30, 60, 40), (0, 0, 5, 9)]
+
+
+@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize("sized", [True, False])
+def test_boxes_end_at_the_border_of_their_image(tmp_path, name, sized, monkeypatch):
+    # Oracle: torchvision's clipping of boxes to an image.
+    monkeypatch.setitem(BOXES, "a", [(1, 1, 3, 3, 1)])
+    WRITE[name](tmp_path)
+    if name == "voc":
+        (tmp_path / "Annotations/a.xml").write_text(xml(BEYOND, SIZE if sized else (0, 0)))
+    else:
+        file = tmp_path / "annotations/instances_train.json"
+        content = json.loads(file.read_text())
+        content["images"][0].update({} if sized else {"width": 0})
+        del content["annotations"][0]
+        for left, top, right, bottom, _ in BEYOND:
+            box = {"bbox": [left, top, right - left, bottom - top], "category_id": 8, "image_id": 0}
+            content["annotations"].append({"id": 9, "iscrowd": 0, **box})
+        file.write_text(json.dumps(content))
+    with pytest.warns(CompressWarning, match=r"of \d boxes, 2 reach beyond .* and 2 have no area") as told:
+        train = load_data(spec(tmp_path, name)).train
+        _, (target,) = train.load([0], epoch=None, device=torch.device("cpu"))
+    assert len([one for one in told if "reach beyond" in str(one.message)]) == 1
+    boxes = torchvision.ops.clip_boxes_to_image(torch.tensor(BEYOND)[:, :4], SIZE)
+    expected = boxes[torchvision.ops.remove_small_boxes(boxes, 1e-3)]
+    assert expected.tolist() == [list(box) for box in WITHIN]
+    torch.testing.assert_close(target["boxes"], expected)
+    assert target["labels"].tolist() == [1, 1, 1] and not target["ignored"].any()
+
+
 BAD_COCO = {
     "corrupt": (lambda c: None, "instances_train.json is not readable JSON"),
     "deep": (lambda c: None, "instances_train.json is not readable JSON .nested more than 64 deep"),
     "no list": (lambda c: c.pop("annotations"), "instances_train.json has no list of annotations"),
     "empty": (lambda c: c["annotations"].clear(), "instances_train.json has no annotations"),
     "category": (lambda c: c["annotations"][0].update(category_id=9), "image a.png: annotation 0 has category_id 9"),
-    "no area": (lambda c: c["annotations"][0].update(bbox=[1, 1, 5, 0]), "image a.png: the box .* has no area"),
-    "outside": (lambda c: c["annotations"][0].update(bbox=[-9, 1, 5, 5]), "image a.png: the box .* is outside"),
+    "turned": (
+        lambda c: c["annotations"][0].update(bbox=[1, 1, 5, -1]),
+        "image a.png: the box .* ends before it begins",
+    ),
     "no box": (lambda c: c["annotations"][0].pop("bbox"), "image a.png: KeyError: 'bbox'"),
     "stray": (lambda c: c["annotations"][0].update(image_id=99), "images that it does not list: image_id 99"),
     "twice": (lambda c: c["images"].append(c["images"][0]), "lists 1 image ids more than once: 0"),

@@ -10,12 +10,14 @@ import torchvision
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from compress import quantize, trace
+from compress import audit_onnx, export_onnx, quantize, trace
+from compress.errors import CompressWarning
 from compress.graph.canonical import canonical_graph
 from compress.graph.fold import fold_batchnorm
 from compress.graph.ops import node_kind
 from compress.graph.report import leaves_of
 from compress.sparsity.parametrization import apply_masks, masks_of, nm_mask
+from tests.exact import open_session
 from tests.networks import Net, TinyResNet, with_statistics
 
 G = torch.Generator().manual_seed(0)
@@ -238,6 +240,74 @@ def test_torchs_transformers_are_looked_into_and_their_dropout_stays():
     ones = torch.ones(4, 1000)
     drop = graph.get_submodule(attended.target)
     assert torch.equal(drop(ones), ones) and graph.train() and 0.4 < (drop(ones) == 0).float().mean() < 0.6
+
+
+class Called(Net):
+    def forward(self, *inputs):
+        return self.run(self.inner, *inputs)
+
+
+def encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 1)
+
+
+def transformer(**options):
+    return nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True, **options)
+
+
+ADDED = nn.Transformer.generate_square_subsequent_mask(5)
+SHOWN = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])  # tokens of two sentences; zero is padding
+TOKENS = torch.randn(2, 5, 16, generator=G)
+MASKED = {
+    "padding of encoders": (encoder, lambda e, x, p: e(x, src_key_padding_mask=p) * ~p.unsqueeze(-1), (SHOWN == 0,)),
+    "padding as numbers": (
+        encoder,
+        lambda e, x, p: e(x, src_key_padding_mask=p),
+        (torch.log(SHOWN[:, [4, 3, 2, 1, 0]]),),
+    ),
+    "constant": (encoder, lambda e, x: e(x, mask=CAUSAL), ()),
+    "as an input": (encoder, lambda e, x, m: e(x, mask=m), (ADDED,)),
+    "made for the size": (encoder, lambda e, x: e(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1])), ()),
+    "both": (encoder, lambda e, x, p: e(x, mask=CAUSAL, src_key_padding_mask=p), (SHOWN == 0,)),
+    "decoder": (lambda: transformer(norm_first=True), lambda t, x: t(x, x[:, 1:].sin()), ()),
+    "decoder's": (
+        transformer,
+        lambda t, x, p: t(x, x.sin(), tgt_mask=CAUSAL, memory_key_padding_mask=p, tgt_key_padding_mask=p),
+        (SHOWN == 0,),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_torchs_transformers_with_masks_are_quantized(case, tmp_path):
+    make, call, masks = MASKED[case]
+    model, inputs = Called(call, inner=make()).eval(), (TOKENS, *masks)
+    graph, products = canonical_graph(model, inputs), 6 if make is encoder else 17
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+    assert leaves_of(graph) == () and "attention" not in kinds(graph)
+    if case != "decoder's":
+        return
+    qmodel = quantize(model, inputs, [inputs])
+    path = export_onnx(qmodel, inputs, tmp_path / "m.onnx")
+    assert [row.int8 for row in audit_onnx(path).rows] == [True] * products
+    session = open_session(path)
+    (found,) = session.run(None, {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), qmodel(*inputs), rtol=1e-3, atol=1e-4)
+        assert (qmodel(*inputs) - model(*inputs)).norm() < 0.03 * model(*inputs).norm()
+
+
+def test_results_that_show_padding_are_those_of_training_and_said():
+    model, inputs = (
+        Called(lambda e, x, p: e(x, src_key_padding_mask=p), inner=encoder()).eval(),
+        (TOKENS, SHOWN == 0),
+    )
+    with pytest.warns(CompressWarning, match="src_key_padding_mask hides"):
+        graph = canonical_graph(model, inputs)
+    torch.testing.assert_close(graph(*inputs), model(*inputs))  # with gradients, torch takes no fast path
+    with torch.no_grad():
+        assert not model(*inputs)[1, 3:].any() and torch.backends.mha.get_fastpath_enabled()
 
 
 def folded(model, x):

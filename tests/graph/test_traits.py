@@ -22,7 +22,7 @@ from compress.roofline_model.counting import workload
 from tests.networks import Net
 
 # Functions that are tried on positive numbers only.
-POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}
+POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow", "functions"}
 
 BY_KIND = {  # arguments after the data
     "split": (2, 1),
@@ -48,6 +48,8 @@ BY_KIND = {  # arguments after the data
     "squeeze": (1,),
     "dropout": (0.5, False),
     "resize": (None, 2.0),
+    "scan": (1,),
+    "glu": (1,),
 }
 BY_SPELLING = {
     torch.index_select: (1, torch.tensor([1, 0])),
@@ -97,6 +99,16 @@ BY_SPELLING = {
     "clamp_min": (-0.5,),
     "clamp_max": (0.5,),
     F.threshold: (0.5, 0.25),
+    torch.lerp: (0.25,),
+    "lerp": (0.25,),
+    torch.addcmul: "alike",
+    "addcmul": "alike",
+    torch.tile: ((2, 1),),
+    "tile": ((2, 1),),
+    torch.broadcast_to: ((3, 2, 8, 4, 4),),
+    torch.rot90: (1, (2, 3)),
+    "rot90": (1, (2, 3)),
+    **dict.fromkeys((torch.fliplr, torch.flipud, "fliplr", "flipud"), ()),
     "new_zeros": ((2, 8, 4, 4),),
     F.batch_norm: "statistics",
     F.layer_norm: ((4,),),
@@ -115,6 +127,7 @@ MODULES = {
     nn.LocalResponseNorm: (3,),
     nn.Softmax: (1,),
     nn.LogSoftmax: (1,),
+    nn.GLU: (1,),
     nn.PixelShuffle: (2,),
     nn.PixelUnshuffle: (2,),
     nn.ChannelShuffle: (2,),
@@ -126,7 +139,21 @@ MODULES = {
 }
 PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
 # Kinds whose rows claim nothing that the tests below look at, or that have a test of their own.
-UNTRIED = PARAMETRIC | {"masked_fill", "scatter", "shape", "assert", "compare", "floordiv", "getattr"}
+UNTRIED = PARAMETRIC | {
+    "logic",
+    "gather",
+    "count",
+    "search",
+    "reduce",
+    "sort",
+    "masked_fill",
+    "scatter",
+    "shape",
+    "assert",
+    "compare",
+    "floordiv",
+    "getattr",
+}
 
 
 def shape_for(spelling: object) -> tuple[int, ...]:

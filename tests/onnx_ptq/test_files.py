@@ -142,6 +142,53 @@ def test_of_two_imports_of_a_domain_the_last_is_taken_as_by_onnx_runtime(domain,
     assert any("the last is taken" in note for note in done.notes)
 
 
+NETS = {
+    "factors of groups": (
+        18,
+        "a = Conv(x, w) d = GroupNormalization <num_groups = 4> (a, s, t) y = Conv(d, u)",
+        "groups",
+    ),
+    "no shape": (17, "b = Sub (x, half) a = Conv(b, w) d = Relu(a) y = Conv(d, u)", "number of dimensions"),
+    "no shape, channels last": (
+        17,
+        "c = Transpose <perm = [0, 3, 1, 2]> (x) a = Conv(c, w) y = Conv(a, u)",
+        "number of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NETS)
+def test_what_engines_load_and_the_checker_refuses_is_read(case, tmp_path):
+    # Oracle: ONNX Runtime on the file as it is.
+    opset, nodes, note = NETS[case]
+    x = np.random.default_rng(1).normal(size=(4, 3, 12, 12)).astype("f")
+    x = x.transpose(0, 2, 3, 1).copy() if "last" in case else x
+    values = {
+        "w": weights(8, 3, 3, 3),
+        "u": weights(8, 8, 3, 3),
+        "s": weights(4),
+        "t": weights(4),
+        "half": np.float32(0.5),
+    }
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}]> n (float[N,3,12,12] x) => (float[N,8,8,8] y) {{ {nodes} }}'
+    )
+    for value in () if opset == 18 else (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    proto.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), key) for key, value in values.items())
+    onnx.save(proto, tmp_path / "m.onnx")
+    expected = run(tmp_path / "m.onnx", x)
+    done = quantize_onnx_file(tmp_path / "m.onnx", [x], spec=compress.QuantSpec(target="openvino", weights=WEIGHTS))
+    assert any(note in text for text in done.notes) and compress.audit_onnx(done.path).int8_share == 1
+    assert sqnr(expected, run(done.path, x)) > 25
+    assert len(compress.audit_onnx(tmp_path / "m.onnx").rows) == 2
+    (found,) = compress.build_engine(tmp_path / "m.onnx", "onnxruntime").run({"x": x}).values()
+    np.testing.assert_array_equal(found, expected)
+    with torch.no_grad():
+        found = compress.from_onnx(tmp_path / "m.onnx", torch.from_numpy(x))(torch.from_numpy(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
     result = quantize_onnx_file(file, batches(), spec=compress.QuantSpec(weights=compress.WeightSpec(axis=None)))

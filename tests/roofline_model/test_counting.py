@@ -193,6 +193,22 @@ def test_unknown_is_not_zero():
     assert odd.macs is None
 
 
+def test_orders_sums_and_gates_are_counted_and_have_no_macs():
+    def run(net, x):
+        y = nn.functional.glu(net.conv(x), 1).cumsum(2).flatten(2)
+        values, _ = y.topk(5, 2)
+        z = y.gather(2, y.argsort(2)[..., :5]) * ~values.isnan()
+        return torch.zeros_like(z).scatter_add(2, z.argmax(1, keepdim=True), values).logsumexp(2)
+
+    model, x = Net(run, conv=nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    operations = workload(model, x).operations
+    assert 2 * sum(op.macs for op in operations) == counter.get_total_flops()
+    kinds = ("glu", "scan", "sort", "gather", "reduce", "scatter")
+    assert {op.kind for op in operations}.issuperset(kinds) and all(op.activation_elements for op in operations)
+
+
 @pytest.mark.parametrize("kernel,groups", [(1, 1), (3, 1), (5, 1), (3, 8)])
 def test_convolution_from_numbers_is_the_traced_one(kernel, groups):
     model = nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=groups, bias=False)

@@ -4,9 +4,11 @@ import io
 import numpy as np
 import pytest
 import torch
+import torchvision
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from compress.data.boxes import annotation
 from compress.errors import DataError, ModelError, RecipeError
 from compress.tasks.detection import Detections, detection
 from compress.tasks.load import make_task
@@ -78,6 +80,24 @@ def test_map_is_that_of_the_reference_implementation(seed):
     names = ("ap_red_cell", "ap_white_cell", "ap_platelet")
     occurs = [i for i in range(3) if any((t["labels"] == i).any() for t in truth)]
     assert [figures[names[i]] for i in occurs] == pytest.approx([per_class[i] for i in occurs], abs=1e-6)
+
+
+def test_map_of_boxes_beyond_their_images_is_that_of_the_reference_for_cut_boxes(tmp_path):
+    # The boxes of the first image are moved partly out of it, and found as far as they are in it.
+    found, truth = scene(1)
+    rows = [
+        (box, label, False) for box, label in zip(truth[0]["boxes"] - 20.0, truth[0]["labels"].tolist(), strict=True)
+    ]
+    one = annotation(tmp_path, "it", (70, 70), [(box.tolist(), label, crowd) for box, label, crowd in rows])
+    assert one.cut and len(one.boxes)
+    truth[0] = {key: torch.from_numpy(getattr(one, key)) for key in ("boxes", "labels", "ignored")}
+    cut = torchvision.ops.clip_boxes_to_image(torch.stack([box for box, *_ in rows]), (70, 70))
+    cut, labels = cut[kept := torchvision.ops.remove_small_boxes(cut, 1e-3)], torch.tensor([r[1] for r in rows])[kept]
+    found[0] = {"boxes": cut, "labels": labels, "scores": torch.linspace(0.9, 0.1, len(cut))}
+    clipped = [{"boxes": cut, "labels": labels, "ignored": torch.zeros(len(cut), dtype=torch.bool)}, *truth[1:]]
+    stats, _ = reference(found, clipped)
+    figures = meter(found, truth).compute()
+    assert [figures[name] for name in ("map", "map50", "map75")] == pytest.approx(stats[:3].tolist(), abs=1e-6)
 
 
 def test_batches_and_processes_add_up():

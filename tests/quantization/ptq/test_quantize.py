@@ -105,6 +105,12 @@ def test_compiles(qmodel):
     assert x.grad.abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_script_holds_operators_alone(qmodel, tmp_path):
+    torch.jit.save(torch.jit.trace(qmodel, X[:2]), tmp_path / "m.pt")  # with gradients, as in anybody's code
+    torch.testing.assert_close(torch.jit.load(tmp_path / "m.pt")(X), qmodel(X))
+
+
 def test_a_masked_weight_keeps_its_zeros():
     mask = Net(lambda net, x: x * (torch.arange(x.shape[1]) % 2 == 0)[:, None, None])
     model = network()
