@@ -512,7 +512,9 @@ def test_size_without_borders_is_that_of_a_long_image(stack):
 
 
 def test_rows_taken_apart_and_stacked_again_keep_their_own_fields():
-    model = Net(lambda net, x: torch.stack([row * 2 for row in net.conv(x).unbind(2)][::-1], 2), conv=nn.Conv2d(3, 4, 3))
+    model = Net(
+        lambda net, x: torch.stack([row * 2 for row in net.conv(x).unbind(2)][::-1], 2), conv=nn.Conv2d(3, 4, 3)
+    )
     x = torch.rand(1, 3, 12, 10, requires_grad=True)
     row = receptive_field(model, x.detach()).rows[-1]
     (gradient,) = torch.autograd.grad(model(x)[0, :, 2, 5].sum(), x)

@@ -247,3 +247,27 @@ def test_a_channel_shuffle_costs_the_same_in_every_spelling():
     assert torch.equal(spelled(x), nn.ChannelShuffle(2)(x))
     spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (spelled, nn.ChannelShuffle(2)))
     assert [op.activation_elements for op in spelled.operations] == [op.activation_elements for op in module.operations]
+
+
+def test_a_lookup_reads_the_rows_that_it_is_asked_for():
+    ids = torch.randint(0, 1000, (2, 5))
+    (lookup,) = workload(nn.Sequential(nn.Embedding(1000, 8)), ids).operations
+    assert lookup.activation_elements == ids.numel() * (1 + 8 + 8)  # indices, rows of the table, and the result
+    assert (lookup.weight_elements, lookup.bias_elements) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, x: net.attention(x[0], x[0], x[0])[0],  # without a batch
+        lambda net, x: net.attention(x, x, x)[0],
+        lambda net, x: torch.einsum("bij,bkl->bjl", x, x),  # i and k are summed first, b and j are no sums of products
+        lambda net, x: torch.einsum("bij,bik->bj", x, x),
+    ],
+)
+def test_products_of_activations_agree_with_torchs_counter(run):
+    model = Net(run, attention=nn.MultiheadAttention(16, 4, batch_first=True))
+    x = torch.randn(2, 5, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert sum(op.macs for op in workload(model, x).operations) == counter.get_total_flops() // 2
