@@ -58,10 +58,11 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     if isinstance(example_inputs, KeywordInputs):
         return example_inputs
     if isinstance(example_inputs, Mapping):
-        named = {name: value for name, value in example_inputs.items() if name not in TARGET_KEYS}
+        named = {name: _recordable(value) for name, value in example_inputs.items() if name not in TARGET_KEYS}
         given: tuple[Any, ...] = KeywordInputs(named)
     else:
         given = tuple(example_inputs) if isinstance(example_inputs, Sequence) else (example_inputs,)
+        given = tuple(map(_recordable, given))
     if not given or not all(isinstance(x, Tensor) for x in given):
         got = ", ".join(type(x).__name__ for x in given) or "nothing"
         without = "; leave None out, by giving a mapping of names" if any(x is None for x in given) else ""
@@ -70,6 +71,11 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
             f"anything else (a list of images) in a module whose forward takes tensors{without}"
         )
     return given
+
+
+def _recordable(value: object) -> object:
+    # Tensors of torch.inference_mode() cannot be saved for a gradient.
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def run_with(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
