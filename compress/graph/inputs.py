@@ -58,11 +58,10 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     if isinstance(example_inputs, KeywordInputs):
         return example_inputs
     if isinstance(example_inputs, Mapping):
-        named = {name: _recordable(value) for name, value in example_inputs.items() if name not in TARGET_KEYS}
+        named = {name: value for name, value in example_inputs.items() if name not in TARGET_KEYS}
         given: tuple[Any, ...] = KeywordInputs(named)
     else:
         given = tuple(example_inputs) if isinstance(example_inputs, Sequence) else (example_inputs,)
-        given = tuple(map(_recordable, given))
     if not given or not all(isinstance(x, Tensor) for x in given):
         got = ", ".join(type(x).__name__ for x in given) or "nothing"
         without = "; leave None out, by giving a mapping of names" if any(x is None for x in given) else ""
@@ -70,12 +69,11 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
             f"example_inputs must be a tensor, or a sequence or mapping of tensors, got {got}; wrap a model that takes "
             f"anything else (a list of images) in a module whose forward takes tensors{without}"
         )
+    if any(x.is_inference() for x in given):  # of torch.inference_mode(): they cannot be saved for a gradient
+        copies = [x.clone() for x in given]
+        named = dict(zip(given.names, copies, strict=True)) if isinstance(given, KeywordInputs) else {}
+        return KeywordInputs(named) if named else tuple(copies)
     return given
-
-
-def _recordable(value: object) -> object:
-    # Tensors of torch.inference_mode() cannot be saved for a gradient.
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def run_with(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
