@@ -56,6 +56,21 @@ def test_residual_block_fused_by_hand():
     assert (first.weight_elements, second.weight_elements) == (c * c * 9, c * c)
 
 
+def test_a_layer_that_is_asked_for_its_shape_is_fused_as_any_other():
+    def asks(net, x):  # as timm's BatchNormAct2d does
+        x = net.conv(x)
+        torch._assert(x.ndim == 4, f"{x.ndim} axes")
+        y = nn.functional.batch_norm(x, net.norm.running_mean, net.norm.running_var, net.norm.weight, net.norm.bias)
+        return y.relu().view(x.shape[0], -1)
+
+    parts, x = {"conv": nn.Conv2d(4, 8, 3), "norm": nn.BatchNorm2d(8)}, torch.randn(2, 4, 6, 6)
+    plain = Net(lambda net, x: net.norm(net.conv(x)).relu().flatten(1), **parts).eval()
+    asking = Net(asks, **parts).eval()
+    torch.testing.assert_close(asking(x), plain(x))
+    ((one,), (other,)) = (workload(net, x, fused=True).operations for net in (plain, asking))
+    assert one.activation_elements == other.activation_elements == x.numel() + plain(x).numel()
+
+
 def test_gate_is_not_fused_into_the_map():
     work = workload(squeeze_excite(), torch.randn(1, 3, 8, 8), fused=True)
     assert [op.members for op in work.operations] == [("conv",), ("pool",), ("fc", "sigmoid"), ("mul",)]
