@@ -439,6 +439,11 @@ def node_kind(node: fx.Node) -> str:
     return _FUNCTIONS.get(node.target) or _BY_NAME.get(getattr(node.target, "__name__", ""), "unknown")
 
 
+def value_users(node: fx.Node) -> list[fx.Node]:
+    # x.shape and x.ndim take no value of x.
+    return [user for user in node.users if node_kind(user) not in SHAPES]
+
+
 def node_module(node: fx.Node) -> nn.Module:
     owner = node.graph.owning_module
     if owner is None or node.op != "call_module":

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from compress.errors import RooflineError
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer, layers, tensor_args
-from compress.graph.ops import SHAPES, kinds, layer_name, node_kind, node_module
+from compress.graph.ops import kinds, layer_name, node_kind, node_module, value_users
 from compress.graph.trace import trace
 
 # Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing.
@@ -193,9 +193,8 @@ def producer(node: fx.Node) -> fx.Node:
 
 def consumers(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for user in node.users:
-        if node_kind(user) not in SHAPES:  # x.shape and x.ndim read no element
-            found += consumers(user) if node_kind(user) in VIEWS else [user]
+    for user in value_users(node):
+        found += consumers(user) if node_kind(user) in VIEWS else [user]
     return found
 
 

@@ -46,6 +46,7 @@ from compress.graph.ops import (
     node_module,
     replace_node,
     tensor_of,
+    value_users,
 )
 from compress.quantization.report import Equalization, Moments, Norm, Pair, Smoothing
 from compress.support.progress import NoProgress, Progress
@@ -243,9 +244,10 @@ def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
     if image and not _on_axis_1(first, first):
         return "its input has no batch dimension"
     while True:
-        if len(node.users) != 1:
-            return f"{len(node.users)} operations consume it, and all would have to scale alike"
-        before, node = node, next(iter(node.users))
+        users = value_users(node)
+        if len(users) != 1:
+            return f"{len(users)} operations consume it, and all would have to scale alike"
+        before, node = node, users[0]
         kind = node_kind(node)
         if kind in WEIGHTED and node.op == "call_module":
             break
@@ -467,7 +469,7 @@ def smooth(
 def _consumers(node: fx.Node) -> list[fx.Node]:
     """The consumers of a tensor, past dropout and identities."""
     found = []
-    for user in node.users:
+    for user in value_users(node):
         found += _consumers(user) if node_kind(user) in PASSING else [user]
     return found
 
