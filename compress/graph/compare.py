@@ -68,6 +68,8 @@ def alone(function: Callable[P, R]) -> Callable[P, R]:
                     stack.enter_context(torch.autocast(device, enabled=False))
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
+            if torch.is_inference_mode_enabled():  # parameters made in it could not be trained
+                stack.enter_context(torch.inference_mode(False))
             return function(*args, **kwargs)
 
     return call

@@ -80,6 +80,10 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
             f"example_inputs must be a tensor, or a sequence or mapping of tensors, got {got}; wrap a model that takes "
             f"anything else (a list of images) in a module whose forward takes tensors{without}"
         )
+    if any(x.is_inference() for x in given):  # of torch.inference_mode(): they cannot be saved for a gradient
+        copies = [x.clone() for x in given]
+        named = dict(zip(given.names, copies, strict=True)) if isinstance(given, KeywordInputs) else {}
+        return KeywordInputs(named) if named else tuple(copies)
     return given
 
 

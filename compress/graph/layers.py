@@ -151,11 +151,13 @@ def _einsum_macs(node: fx.Node) -> Macs | None:
         return None
     sizes: dict[str, int] = {}
     sides, _, result = written.partition("->")
+    both = set[str].intersection(*map(set, sides.split(",")))
     for letters, shape in zip(sides.split(","), shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
-    summed = len(factors) == 2 and not {*sizes} <= {*result}
-    macs = math.prod(sizes.values()) if summed else 0
+    summed = len(factors) == 2 and not both <= {*result}
+    loops = both | {*result}  # what one operand alone has is summed before the product
+    macs = math.prod(size for letter, size in sizes.items() if letter in loops) if summed else 0
     return (macs, 0) if any(n.op == "get_attr" for n in factors) else (0, macs)
 
 
@@ -172,7 +174,7 @@ def _attention_macs(node: fx.Node) -> Macs | None:
     kdim: int = module.kdim  # type: ignore[assignment]
     vdim: int = module.vdim  # type: ignore[assignment]
     query, key = shapes[0], shapes[1]
-    length = 1 if getattr(module, "batch_first", False) else 0
+    length = 1 if getattr(module, "batch_first", False) and len(query) == 3 else 0
     batch = math.prod(query[:-1]) // query[length]
     projections = math.prod(query[:-1]) * width * width * 2 + math.prod(key[:-1]) * width * (kdim + vdim)
     return projections, batch * query[length] * key[length] * width * 2

@@ -479,6 +479,11 @@ def node_kind(node: fx.Node) -> str:
     return _FUNCTIONS.get(node.target) or _BY_NAME.get(getattr(node.target, "__name__", ""), "unknown")
 
 
+def value_users(node: fx.Node) -> list[fx.Node]:
+    # x.shape and x.ndim take no value of x.
+    return [user for user in node.users if node_kind(user) not in SHAPES]
+
+
 def node_module(node: fx.Node) -> nn.Module:
     owner = node.graph.owning_module
     if owner is None or node.op != "call_module":
@@ -514,7 +519,7 @@ def producer_past(node: fx.Node, through: Container[str]) -> fx.Node:
 
 def consumers_past(node: fx.Node, through: Container[str]) -> list[fx.Node]:
     """The nodes that read a tensor, after kinds that pass it on."""
-    after = ((consumers_past(user, through) if node_kind(user) in through else [user]) for user in node.users)
+    after = ((consumers_past(user, through) if node_kind(user) in through else [user]) for user in value_users(node))
     return [user for users in after for user in users]
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
+from compress.graph.compare import alone
 from compress.graph.inputs import model_inputs
 from compress.graph.modules import bake, register_picklable
 from compress.kernels.epilogue import Epilogue
@@ -104,6 +105,7 @@ class LearnedQuantizer(Quantizer):
         return gradient_factor(self.format, shared // (1 if self.format.axis is None else x.shape[self.format.axis]))
 
 
+@alone
 def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:
     """Make the ranges of a quantized model parameters, beginning at what they are; in place, before the optimizer.
 
@@ -243,6 +245,7 @@ class _Lowest:
         self.value = torch.minimum(self.value.to(x.device), x.min().float())
 
 
+@alone
 def learn_offsets(qmodel: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     """Make range and offset of every signed activation parameters; in place, before `learn_scales` and the optimizer.
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
 from compress.graph.canonical import preserve_input
-from compress.graph.compare import fresh, own_copy
+from compress.graph.compare import alone, fresh, own_copy
 from compress.graph.inputs import batch_inputs, flat_tensors, hooked
 from compress.graph.ops import WEIGHTED
 from compress.graph.trace import trace
@@ -499,6 +499,7 @@ def effective_receptive_field(
     return effective_receptive_fields(model, images, layers=[layer], options=options, progress=progress)[0]
 
 
+@alone
 def effective_receptive_fields(
     model: nn.Module,
     images: Tensor | Iterable[Any],

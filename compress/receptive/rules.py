@@ -327,7 +327,12 @@ def _stack(call: Call) -> Field:
 
 def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
     bounds = tuple(_catenate(parts, dim) for parts in zip(*(f.bounds for f in tensors), strict=True))
-    along = [axis for axis in range(len(tensors[0].dims)) if any(f.dims[axis] == dim for f in tensors)]
+    along = [
+        axis
+        for axis in range(len(tensors[0].dims))
+        if any(f.dims[axis] == dim for f in tensors)
+        or (call.kind == "stack" and all(f.dims[axis] is None for f in tensors))  # as of rows taken one by one
+    ]
     flat = [replace(f, bounds=tuple(b.narrow(dim, 0, 1) for b in f.bounds)) for f in tensors if f.shape[dim]]
     joined = join(flat, flat[0].shape, call.name)
     reason = f"{call.name} puts positions of several tensors in a row"

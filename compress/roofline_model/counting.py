@@ -196,6 +196,8 @@ def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation
     # An engine folds a BatchNorm after a product: its scale goes into the weight, its shift becomes the bias.
     scales = [item.weight_elements for item in items[product:] if not (product and item.kind == "batch_norm")]
     vectors = sum(math.prod(n.meta["shape"]) for n in constants if n not in matrices)
+    if main.kind == "embedding":  # of its table the rows alone are read that are asked for
+        scales = []
     sparse = _reduction(head) > 0 and _reduction(head) % 4 == 0
     moved, floating = _traffic(group)
     return Operation(
@@ -256,7 +258,9 @@ def _elements(node: fx.Node) -> int:
 
 
 def _inner_elements(head: fx.Node) -> list[int]:
-    """Elements moved between the three kernels of an attention module."""
+    """Elements moved between the three kernels of an attention module, or read of a table."""
+    if node_kind(head) == "embedding":
+        return [math.prod(head.meta["shape"])]
     if node_kind(head) != "attention" or head.op != "call_module":
         return []
     query, *others = [math.prod(n.meta["shape"]) for n in tensor_args(head)]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.errors import ModelError, SparsityError
+from compress.errors import ModelError, SparsityError, first_few
 from compress.graph.compare import alone, own_copy
 from compress.graph.inputs import (
     Inputs,
@@ -45,6 +45,7 @@ from compress.sparsity.eligibility import (
     weight_of,
     weighted_layers,
 )
+from compress.sparsity.groups import Use, channels_of
 from compress.sparsity.parametrization import (
     apply_masks,
     from_groups,
@@ -292,8 +293,13 @@ def prune_channels(
     before = _shapes(model)
     check_rules(spec, before)
     macs, parameters = _macs(model, inputs), _parameters(model)
-    chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, progress)
-    _remove(model, inputs, chosen, spec)
+    whole: set[str] = set()
+    while found := _confused(model, inputs, pattern.ratio, spec, whole):
+        whole |= found
+    chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, whole, progress)
+    if found := _confused(model, inputs, chosen, spec, whole):
+        raise _not_followed(model, found)
+    _remove(model, inputs, chosen, spec, whole)
     rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
     return ChannelReport(
         pattern=spec.pattern,
@@ -306,7 +312,12 @@ def prune_channels(
 
 
 def _ratio(
-    model: nn.Module, inputs: tuple[Tensor, ...], target: float, spec: SparsitySpec, progress: Progress
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    target: float,
+    spec: SparsitySpec,
+    whole: set[str],
+    progress: Progress,
 ) -> float:
     """Bisect for the ratio of channels that leaves the macs nearest to `target`."""
     macs = _macs(model, inputs)
@@ -315,7 +326,7 @@ def _ratio(
     for _ in range(TRIALS):
         ratio = (low + high) / 2
         trial = own_copy(model)
-        _remove(trial, inputs, ratio, spec)
+        _remove(trial, inputs, ratio, spec, whole)
         got = _macs(trial, inputs)
         if abs(got - target) < abs(nearest - target):
             chosen, nearest = ratio, got
@@ -323,9 +334,10 @@ def _ratio(
         progress.advance("prune channels", macs_removed=1 - got / macs)
     progress.finish("prune channels")
     if abs(nearest - target) > 0.1 * macs:
+        kept = f" (torch-pruning cannot follow those of {first_few(sorted(whole))})" if whole else ""
         raise SparsityError(
-            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; "
-            "ask for another share, enable more layers, or set kernels to 'any', which rounds less"
+            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs"
+            f"{kept}; ask for another share, enable more layers, or set kernels to 'any', which rounds less"
         )
     return chosen
 
@@ -341,27 +353,48 @@ def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:
     return pattern
 
 
-def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec) -> None:
-    """Remove the weakest `ratio` of every layer's channels, in place."""
+def _remove(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    ratio: float,
+    spec: SparsitySpec,
+    whole: set[str],
+    *,
+    numbered: bool = False,
+) -> None:
+    """Remove the weakest `ratio` of the channels of every layer but those of `whole`, in place."""
     library = _library()
-    layers = weighted_layers(model)
-    ignored = [layers[path] for path in layers if left_dense(path, spec)]
+    layers, shared = weighted_layers(model), _shared(model)
+    ignored = [layers[path] for path in layers if path in whole or left_dense(path, spec)]
     ignored.append(layers[run_order(model, layers, inputs)[-1]])
     with modes_restored(model), torch.no_grad():
         shapes = [t.shape for t in flat_tensors(run_with(model.eval(), inputs))]
         try:
             with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
                 warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
-                library.pruner.BasePruner(
+                pruner = library.pruner.BasePruner(
                     model,
                     dict(zip(inputs.names, inputs, strict=True)) if isinstance(inputs, KeywordInputs) else inputs,
                     importance=library.importance.GroupMagnitudeImportance(p=2),
                     pruning_ratio=ratio,
                     ignored_layers=ignored,
                     round_to=MULTIPLE if spec.kernels == "tensorrt" else None,
-                ).step()
+                )
+                groups = pruner.step(interactive=True)
+                group = next(groups, None)  # all channels are chosen before the first group is removed
+                if numbered:
+                    _number(model)
+                while group is not None:
+                    group.prune()
+                    group = next(groups, None)
+            if numbered:
+                return
+            _share_again(model, shared)
             after = [t.shape for t in flat_tensors(run_with(model, inputs))]
-        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        except (
+            *(RuntimeError, ValueError, TypeError, KeyError, IndexError),
+            *(AttributeError, AssertionError, ArithmeticError),
+        ) as error:
             raise SparsityError(
                 f"torch-pruning cannot remove channels of {type(model).__name__}: {error}; leave out layers with rules "
                 "(enable: false)"
@@ -371,6 +404,70 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
             f"removing channels changed the model's outputs from {[tuple(s) for s in shapes]} to "
             f"{[tuple(s) for s in after]}: leave out the layers that compute them with rules (enable: false)"
         )
+
+
+def _number(model: nn.Module) -> None:
+    for tensor in (*model.cpu().parameters(), *model.buffers()):
+        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
+
+
+def _confused(
+    model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec, whole: set[str]
+) -> set[str]:
+    # Layers of whose channels torch-pruning removes some in one tensor and others in another, as around a channel
+    # shuffle: the graph says which channels are the same.
+    trial = own_copy(model)
+    _remove(trial, inputs, ratio, spec, whole, numbered=True)
+    channels = channels_of(trace(model, inputs), inputs)
+    before, after = (dict((*m.named_parameters(remove_duplicate=False), *m.named_buffers())) for m in (model, trial))
+    kept, removed = set[int](), set[int]()
+    for use in channels.uses.values():
+        stays = torch.ones(len(use.numbers), dtype=torch.bool)
+        if use.path in after:
+            stays = _stays(after[use.path], before[use.path].shape, use)
+        classes = channels.classes(use.numbers)
+        kept |= set(classes[stays].tolist())
+        removed |= set(classes[~stays].tolist())
+    apart = torch.tensor(sorted(kept & removed))
+    makes = [use for use in channels.uses.values() if use.role == "out"]
+    found = {use.path.rpartition(".")[0] for use in makes if torch.isin(channels.classes(use.numbers), apart).any()}
+    if apart.numel() and not found - whole:
+        raise _not_followed(model, found)
+    return found
+
+
+def _stays(numbers: Tensor, shape: torch.Size, use: Use) -> Tensor:
+    # Which positions of an axis are left, from the numbers that the values of the tensor had before.
+    places = torch.unravel_index(numbers.flatten(2)[..., 0].long() if numbers.ndim > 2 else numbers.long(), shape)
+    along = places[use.axis]
+    if use.rows is not None:
+        along = along[(places[0] >= use.rows[0]) & (places[0] < use.rows[1])]
+    return torch.isin(torch.arange(len(use.numbers)), along.unique())
+
+
+def _not_followed(model: nn.Module, paths: Iterable[str]) -> SparsityError:
+    return SparsityError(
+        f"torch-pruning cannot remove channels of {type(model).__name__}: it loses those of {first_few(sorted(paths))} "
+        "on their way to other layers; leave out these layers, and those before them, with rules (enable: false)"
+    )
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
+    # torch-pruning makes a new parameter of each layer's weight, also where layers shared it.
+    for first, *others in shared:
+        parameter = model.get_parameter(first)
+        for name in others:
+            if not torch.equal(model.get_parameter(name), parameter):
+                raise ValueError(f"{first} and {name} are one parameter and would lose different channels")
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, parameter)
 
 
 def _library() -> ModuleType:

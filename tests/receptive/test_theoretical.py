@@ -552,3 +552,15 @@ def test_size_without_borders_is_that_of_a_long_image(stack):
     assert max(sizes, default=0) <= row.size[0]
     if row.effective_stride[0].denominator <= 24:
         assert max(sizes, default=0) == row.size[0]
+
+
+def test_rows_taken_apart_and_stacked_again_keep_their_own_fields():
+    model = Net(
+        lambda net, x: torch.stack([row * 2 for row in net.conv(x).unbind(2)][::-1], 2), conv=nn.Conv2d(3, 4, 3)
+    )
+    x = torch.rand(1, 3, 12, 10, requires_grad=True)
+    row = receptive_field(model, x.detach()).rows[-1]
+    (gradient,) = torch.autograd.grad(model(x)[0, :, 2, 5].sum(), x)
+    rows, columns = (gradient[0].abs().sum(0).sum(d).nonzero().flatten().tolist() for d in (1, 0))
+    assert row.interval((0, 0, 2, 5)) == ((rows[0], rows[-1]), (columns[0], columns[-1])) and row.size == (3, 3)
+    assert "the size is that at this image size" in row.reason

@@ -56,6 +56,21 @@ def test_residual_block_fused_by_hand():
     assert (first.weight_elements, second.weight_elements) == (c * c * 9, c * c)
 
 
+def test_a_layer_that_is_asked_for_its_shape_is_fused_as_any_other():
+    def asks(net, x):  # as timm's BatchNormAct2d does
+        x = net.conv(x)
+        torch._assert(x.ndim == 4, f"{x.ndim} axes")
+        y = nn.functional.batch_norm(x, net.norm.running_mean, net.norm.running_var, net.norm.weight, net.norm.bias)
+        return y.relu().view(x.shape[0], -1)
+
+    parts, x = {"conv": nn.Conv2d(4, 8, 3), "norm": nn.BatchNorm2d(8)}, torch.randn(2, 4, 6, 6)
+    plain = Net(lambda net, x: net.norm(net.conv(x)).relu().flatten(1), **parts).eval()
+    asking = Net(asks, **parts).eval()
+    torch.testing.assert_close(asking(x), plain(x))
+    ((one,), (other,)) = (workload(net, x, fused=True).operations for net in (plain, asking))
+    assert one.activation_elements == other.activation_elements == x.numel() + plain(x).numel()
+
+
 def test_gate_is_not_fused_into_the_map():
     work = workload(squeeze_excite(), torch.randn(1, 3, 8, 8), fused=True)
     assert [op.members for op in work.operations] == [("conv",), ("pool",), ("fc", "sigmoid"), ("mul",)]
@@ -263,3 +278,27 @@ def test_a_channel_shuffle_costs_the_same_in_every_spelling():
     assert torch.equal(spelled(x), nn.ChannelShuffle(2)(x))
     spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (spelled, nn.ChannelShuffle(2)))
     assert [op.activation_elements for op in spelled.operations] == [op.activation_elements for op in module.operations]
+
+
+def test_a_lookup_reads_the_rows_that_it_is_asked_for():
+    ids = torch.randint(0, 1000, (2, 5))
+    (lookup,) = workload(nn.Sequential(nn.Embedding(1000, 8)), ids).operations
+    assert lookup.activation_elements == ids.numel() * (1 + 8 + 8)  # indices, rows of the table, and the result
+    assert (lookup.weight_elements, lookup.bias_elements) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, x: net.attention(x[0], x[0], x[0])[0],  # without a batch
+        lambda net, x: net.attention(x, x, x)[0],
+        lambda net, x: torch.einsum("bij,bkl->bjl", x, x),  # i and k are summed first, b and j are no sums of products
+        lambda net, x: torch.einsum("bij,bik->bj", x, x),
+    ],
+)
+def test_products_of_activations_agree_with_torchs_counter(run):
+    model = Net(run, attention=nn.MultiheadAttention(16, 4, batch_first=True))
+    x = torch.randn(2, 5, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert sum(op.macs for op in workload(model, x).operations) == counter.get_total_flops() // 2

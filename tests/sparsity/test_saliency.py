@@ -1,3 +1,4 @@
+import copy
 import importlib
 from dataclasses import replace
 from functools import partial
@@ -233,6 +234,56 @@ def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
     )
     assert 0.4 < report.removed < 0.6 and model.a[0].out_channels < 32
     torch.testing.assert_close(model(x), expected)
+
+
+def shuffled(module: bool):
+    # Half of a ShuffleNet unit: a grouped convolution, and a shuffle before the next one.
+    def run(net, x):
+        x = net.a(x)
+        n, c, *rest = x.shape
+        x = net.shuffle(x) if module else x.view(n, 4, c // 4, *rest).transpose(1, 2).reshape(n, c, *rest)
+        return net.fc(net.c(net.b(x).relu()).mean((2, 3)))
+
+    a, b = nn.Conv2d(3, 64, 3, groups=1), nn.Conv2d(64, 32, 3, groups=2)
+    return Net(run, a=a, b=b, c=nn.Conv2d(32, 32, 1), fc=nn.Linear(32, 5), shuffle=nn.ChannelShuffle(4))
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_channels_are_removed_where_a_shuffle_moved_them(module):
+    # Every value is another one, so the values that are left say what was removed; the rest is set to zero.
+    model, x = shuffled(module).eval().double(), batch().double()
+    pruned = copy.deepcopy(model)
+    report = compress.prune_channels(
+        pruned, compress.SparsitySpec(pattern="channel:0.2", kernels="any"), example_inputs=x
+    )
+    left = dict(pruned.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(torch.isin(parameter, left[name]))
+    assert 0.1 < report.removed < 0.3
+    torch.testing.assert_close(pruned(x), model(x))
+
+
+def tied(twice: bool):
+    # Two layers of one weight; if they follow each other on a sum, they lose the same channels.
+    def run(net, x):
+        x = net.a(x).relu()
+        x = x + net.b(x) if twice else net.b(x).relu()
+        return net.fc((x + net.c(x) if twice else net.c(x)).mean((2, 3)))
+
+    a, b, c = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+    c.weight = b.weight
+    return Net(run, a=a, b=b, c=c, fc=nn.Linear(32, 5))
+
+
+def test_a_weight_that_layers_share_stays_one_weight():
+    spec = compress.SparsitySpec(pattern="channel:0.5", kernels="any")
+    model = tied(True)
+    report = compress.prune_channels(model, spec, example_inputs=batch())
+    assert model.b.weight is model.c.weight and report.removed > 0.4
+    assert report.parameters_after == sum(p.numel() for p in model.parameters())
+    with pytest.raises(SparsityError, match="it loses those of a, b on their way"):
+        compress.prune_channels(tied(False), spec, example_inputs=batch())
 
 
 def test_module_modes_survive():

@@ -28,7 +28,7 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.functional import constant_value, is_constant
 from compress.graph.inputs import Inputs
-from compress.graph.ops import PASSING, Watching, node_kind, node_module
+from compress.graph.ops import PASSING, Watching, node_kind, node_module, value_users
 from compress.quantization import ActivationSpec, QuantSpec, Rule
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
@@ -544,12 +544,12 @@ class _Layers:
 
     def producer(self, node: fx.Node, group: Group) -> Callable[[Tensor], None] | None:
         """What multiplies the channels of a tensor by factors (C,), where it is made; None if nothing can."""
-        if len(node.users) != len(group.layers):
+        if len(value_users(node)) != len(group.layers):
             return None
         through = _THROUGH | _POOLS if group.convolution else _THROUGH
         while node_kind(node) in through:
             (node, *more) = node.all_input_nodes
-            if more or len(node.users) != 1:
+            if more or len(value_users(node)) != 1:
                 return None
         kind = node_kind(node)
         if node.op != "call_module" or not self.alone(str(node.target)):

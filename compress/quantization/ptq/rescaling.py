@@ -47,6 +47,7 @@ from compress.graph.ops import (
     node_module,
     replace_node,
     tensor_of,
+    value_users,
 )
 from compress.quantization.report import Equalization, Moments, Norm, Pair, Smoothing
 from compress.support.progress import NoProgress, Progress
@@ -242,9 +243,10 @@ def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
     if image and not _on_axis_1(first, first):
         return "its input has no batch dimension"
     while True:
-        if len(node.users) != 1:
-            return f"{len(node.users)} operations consume it, and all would have to scale alike"
-        before, node = node, next(iter(node.users))
+        users = value_users(node)
+        if len(users) != 1:
+            return f"{len(users)} operations consume it, and all would have to scale alike"
+        before, node = node, users[0]
         kind = node_kind(node)
         if kind in WEIGHTED and node.op == "call_module":
             break

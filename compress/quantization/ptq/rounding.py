@@ -35,7 +35,7 @@ from compress.errors import QuantizationError
 from compress.files import write_bytes
 from compress.graph.layers import alive_after
 from compress.graph.modules import stored_name
-from compress.graph.ops import called_module, module_kind, node_kind
+from compress.graph.ops import called_module, module_kind, node_kind, value_users
 from compress.kernels.memory_format import along_axis
 from compress.quantization import AdaRoundSpec, ReconstructSpec
 from compress.quantization.learned import learned_fake_quantize
@@ -292,9 +292,10 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 
 def _activation_after(node: fx.Node) -> str:
     """`relu` or `relu6` if it is the only consumer of the layer's output, else ""."""
-    if len(node.users) != 1:
+    users = value_users(node)
+    if len(users) != 1:
         return ""
-    kind = node_kind(next(iter(node.users)))
+    kind = node_kind(users[0])
     return kind if kind in {"relu", "relu6"} else ""
 
 

@@ -189,7 +189,7 @@ def block_with_outliers():
 
     def run(net, x):
         y = net.norm1(x)
-        x = x + torch.softmax(net.query(y) @ net.key(y).transpose(1, 2), -1) @ x
+        x = x.reshape(y.shape) + torch.softmax(net.query(y) @ net.key(y).transpose(1, 2), -1) @ x
         x = x + net.down(torch.relu(net.up(net.dropout(net.norm2(x)))))
         y = net.norm3(x)
         return net.last(y) + y.mean(-1, keepdim=True)

@@ -272,6 +272,20 @@ def test_a_default_device_leaves_quantizers_where_their_layers_are():
     assert same(found, expected)
 
 
+def test_networks_changed_in_inference_mode_still_train():
+    model, pruned, expected = surroundings_network(), surroundings_network(), quantized(surroundings_network())
+    with torch.inference_mode():
+        x = SURROUNDINGS_X.clone()  # a tensor of this mode
+        found = compress.quantize(model, x[:2], [x], spec=compress.QuantSpec(target="openvino"))
+        assert same(found, expected)
+        compress.learn_scales(found)
+        compress.prune_channels(pruned, compress.SparsitySpec(pattern="channel:0.3", kernels="any"), example_inputs=x)
+        compress.effective_receptive_field(model, x, layer="2")
+    for changed in (found, pruned):
+        changed(SURROUNDINGS_X).sum().backward()
+        assert all(p.grad is not None for p in changed.parameters())
+
+
 def test_several_threads_quantize_at_once():
     models, expected = [surroundings_network() for _ in range(4)], quantized(surroundings_network())
     with ThreadPoolExecutor(4) as pool:
