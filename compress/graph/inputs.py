@@ -30,7 +30,7 @@ TARGET_KEYS = ("labels", "label", "targets", "target")
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """An array of what a batch holds; bfloat16, which numpy lacks, as float32."""
+    """An array of what a batch holds; bfloat16 as float32."""
     if not isinstance(value, Tensor):
         array = np.asarray(value)
         return array.astype(np.float32) if array.dtype.name == "bfloat16" else array

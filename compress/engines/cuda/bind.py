@@ -486,7 +486,7 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
 
 
 def _repeated(step: Operation, layout: Layout) -> list[Candidate]:
-    """A kernel for a nearest Resize of codes by whole factors: torch's copies reach 0.07 of a GPU's bandwidth."""
+    # A nearest Resize of codes by whole factors: torch's copies reach 0.07 of a GPU's bandwidth.
     source, target = (layout.places.get(name) for name in (step.reads[0], step.outputs[0]))
     if source is None or target is None or {source.dtype, target.dtype} != {torch.int8} or len(target.shape) != 4:
         return []

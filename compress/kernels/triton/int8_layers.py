@@ -349,10 +349,8 @@ def max_pool(
     each: int = 16,
     repeats: tuple[int, int] = (1, 1),
 ) -> None:
-    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into rows (pixels, C).
-
-    Each pixel of the result is written `repeats` times in height and width, which `out_size` counts.
-    """
+    """Launch a maximum over windows of int8 (N, C, H, W) with neighbouring channels, into rows (pixels, C)."""
+    # Each pixel of the result is written `repeats` times in height and width, which `out_size` counts.
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
     block = min(128, max(16, triton.next_power_of_2(channels)))

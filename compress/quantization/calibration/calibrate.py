@@ -8,6 +8,7 @@ quantizer that no tensor passed, whose tensor held NaN, or whose tensor was zero
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CalibrationError, DeadTensorError
+from compress.errors import CalibrationError, CompressWarning, DeadTensorError, first_few
 from compress.graph.compare import alone
 from compress.graph.inputs import Batches, device_of, model_inputs, run_batch, size_remark
 from compress.graph.ops import AVERAGES, Watching, tensor_of
@@ -174,11 +175,19 @@ def _weight_calibrators(qmodel: nn.Module) -> dict[Quantizer, Calibrator]:
 
 
 def _set_weights(watching: Mapping[Quantizer, Calibrator]) -> None:
+    zeros = [quantizer for quantizer, calibrator in watching.items() if calibrator.only_zeros]
     for quantizer, calibrator in watching.items():
-        if calibrator.only_zeros:
+        if quantizer in zeros:
             quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
         else:
             _set(quantizer, calibrator)
+    if zeros:
+        warnings.warn(
+            f"{first_few(quantizer.name for quantizer in zeros)}: all weights are zero, so their range is 1, which is "
+            "coarse for small weights: if they are trained (LoRA begins so), train some steps in float first",
+            CompressWarning,
+            stacklevel=2,
+        )
 
 
 def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:
