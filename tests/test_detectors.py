@@ -426,3 +426,24 @@ def test_the_loss_of_the_detr_is_that_of_transformers():
         for one in scattered()
     ]
     torch.testing.assert_close(detr.loss(model(x), scattered()), model.detector(x, labels=labels).loss)
+
+
+@pytest.mark.parametrize("family", ["rt_detr_v2", "d_fine"])
+def test_a_detr_finds_the_boxes_that_transformers_does_and_learns_all_layers(family):
+    transformers = pytest.importorskip("transformers")
+    from examples import detr
+
+    torch.manual_seed(0)
+    model = detr.Detr(3, width=32, layers=2, queries=20, family=family).eval()
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        mine, found = detr.decode(model(x)), model.detector(x)
+    sizes = torch.full((2, 2), detr.SIDE)
+    others = transformers.RTDetrImageProcessor().post_process_object_detection(found, 0.0, sizes)
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one["scores"][:20], other["scores"])
+        torch.testing.assert_close(one["boxes"][:20], other["boxes"].clamp(0, detr.SIDE))
+        assert torch.equal(one["labels"][:20], other["labels"])
+    detr.loss(model.train()(x), scattered(counts=(3, 2))).backward()
+    still = {name for name, p in model.named_parameters() if p.grad is None}
+    assert not [name for name in still if not name.endswith((".up", ".reg_scale"))]  # constants of D-FINE
