@@ -6,7 +6,8 @@ Small configurations with random weights, as no weights install. A feature is th
 Neighbours: the share of the five nearest of the judged images that stay among the five nearest.
 """
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 import compress
 from analysis.common.study import command_line, listed, option, software, sqnr, study_options, table
-from analysis.text.run import SPECS, of_features, opened, photograph
+from analysis.text.run import FLOAT, OURS, SPECS, methods, of_features, opened, photograph
 from compress.files import write_text
 from compress.quantization import ActivationSpec, WeightSpec
 
@@ -56,7 +57,6 @@ SAM: dict[str, Any] = {
 
 
 LEVELS: dict[str, Any] = {**VIT, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
-DEPTH: dict[str, Any] = {"reassemble_hidden_size": 96, "neck_hidden_sizes": [24, 48, 96, 96], "fusion_hidden_size": 32}
 WINDOWS: dict[str, Any] = {**VIT, "num_windows": 2, "out_features": ["stage4"]}
 ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "DINOv2": lambda: t.Dinov2Model(t.Dinov2Config(**VIT)),
@@ -76,11 +76,16 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "Swin (Grounding DINO)": lambda: t.SwinModel(t.SwinConfig(**SWIN)),
     "Swin v2": lambda: t.Swinv2Model(t.Swinv2Config(**SWIN)),
     "Depth Anything": lambda: t.DepthAnythingForDepthEstimation(
-        t.DepthAnythingConfig(backbone_config=t.Dinov2Config(**LEVELS), patch_size=16, **DEPTH)
+        t.DepthAnythingConfig(
+            backbone_config=t.Dinov2Config(**LEVELS),
+            patch_size=16,
+            reassemble_hidden_size=96,
+            neck_hidden_sizes=[24, 48, 96, 96],
+            fusion_hidden_size=32,
+        )
     ),
     "RF-DETR": lambda: t.AutoBackbone.from_config(t.RfDetrDinov2Config(**WINDOWS)),
 }
-KINDS = ("last_hidden_state", "predicted_depth", "feature_maps")
 FP8 = compress.QuantSpec(
     weights=WeightSpec(kind="e4m3", calibrator="max"), activations=ActivationSpec(kind="e4m3", calibrator="max")
 )
@@ -95,7 +100,7 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         found = self.inner(pixel_values=images)
-        value = next(found[kind] for kind in KINDS if kind in found)
+        value = next(found[key] for key in ("last_hidden_state", "predicted_depth", "feature_maps") if key in found)
         return value if isinstance(value, Tensor) else value[-1]
 
 
@@ -106,46 +111,50 @@ def main() -> None:
         option("--networks", nargs="+", choices=ENCODERS, default=list(ENCODERS)),
         option("--calibration", type=int, default=32),
         option("--judged", type=int, default=64),
+        option("--nncf", help="a Python that has NNCF"),
         out="runs/encoders",
     )
-    paths = sorted(o.images.glob("*.jp*g"))[: o.calibration + o.judged]
-    images = torch.cat([torch.from_numpy(photograph(path)) for path in paths])
-    images = nn.functional.interpolate(images, size=(SIDE, SIDE), mode="bilinear", antialias=True)
-    print(write(o.out, {name: judge(name, *images.split([o.calibration, o.judged])) for name in o.networks}, o.judged))
+    files = sorted(o.images.glob("*.jp*g"))[: o.calibration + o.judged]
+    large = torch.from_numpy(np.concatenate([photograph(file) for file in files]))
+    images = nn.functional.interpolate(large, (SIDE, SIDE), mode="bilinear", antialias=True)
+    print(write(o.out, {name: judge(name, images, o) for name in o.networks}, o.judged))
 
 
-def judge(name: str, calibration: Tensor, judged: Tensor) -> dict[str, str]:
+def judge(name: str, images: Tensor, o: argparse.Namespace) -> dict[str, str]:
     torch.manual_seed(0)
+    calibration, judged = images.split([o.calibration, o.judged])
     model, found = Encoder(ENCODERS[name]()).eval(), dict[str, str]()
     quantize = partial(compress.quantize, model, calibration[:2], calibration.split(8))
     with torch.no_grad(), TemporaryDirectory() as folder:
-        expected = model(judged).numpy()
-        try:
-            for engine, spec in SPECS.items():
-                path = compress.export_onnx(quantize(spec=spec), calibration[:2], f"{folder}/{engine}.onnx")
-                run = opened(path, engine)
-                found[f"INT8, {engine}"] = _cell(expected, np.concatenate([run(x.numpy()) for x in judged.split(8)]))
-            found["FP8, torch"] = _cell(expected, quantize(spec=FP8)(judged).numpy())
-        except compress.CompressError as error:
-            found["remark"] = str(error)[:300]
+        expected, batches = model(judged).numpy(), [x.numpy() for x in judged.split(8)]
+        source, data = Path(folder, "float.onnx"), [x[None].numpy() for x in calibration]
+        made = methods(compress.export_onnx(model, calibration[:2], source), data, Path(folder), o.nncf, cut=False)
+        for engine, ways in made.items():
+            ways[OURS] = partial(
+                compress.export_onnx, quantize(spec=SPECS[engine]), calibration[:2], Path(folder, f"{engine}.q.onnx")
+            )
+            for way in [way for way in ways if way != FLOAT]:
+                try:
+                    found[f"{way}, {engine}"] = _cell(expected, map(opened(ways[way](), engine), batches))
+                except Exception as error:  # a peer's, of any kind
+                    found[f"{way}, {engine}"] = type(error).__name__
+        found["FP8, torch"] = _cell(expected, [quantize(spec=FP8)(judged).numpy()])
     print(name, found, flush=True)
     return found
 
 
-def _cell(expected: np.ndarray, found: np.ndarray) -> str:
+def _cell(expected: np.ndarray, batches: Iterable[np.ndarray]) -> str:
+    found = np.concatenate(list(batches))
     cosine, neighbours = of_features(*(x.reshape(len(x), -1) for x in (expected, found)))
     return f"{cosine:.4f}, {neighbours:.1f} %, {sqnr([expected], [found]):.1f} dB"
 
 
 def write(out: Path, rows: Mapping[str, Mapping[str, str]], count: int) -> str:
-    head = [*(f"INT8, {engine}" for engine in SPECS), "FP8, torch", "remark"]
-    text = (
-        f"# Image encoders by their features\n\nCosine, neighbours kept, SQNR: {count} photographs, random weights.\n"
-    )
-    versions = listed(software("torch", "transformers", "onnxruntime", "openvino"))
+    head = list(next(iter(rows.values())))
+    text = f"# Image encoders by their features\n\nCosine, neighbours kept, SQNR of {count} photographs.\n"
     lines = table(["encoder", *head], ([name, *(row.get(key, "") for key in head)] for name, row in rows.items()))
-    page = "\n".join([text, *lines, "", f"`{command_line()}`; {versions}.", ""])
-    return write_text(out / "encoders.md", page).read_text(encoding="utf-8")
+    lines += ["", f"`{command_line()}`; {listed(software('torch', 'transformers', 'onnxruntime', 'openvino'))}.", ""]
+    return write_text(out / "encoders.md", "\n".join([text, *lines])).read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -243,16 +243,14 @@ def _features(images: Images, run: Run, expected: Judged | None) -> Judged:
     if expected is None:
         return Judged(outputs)
     cosine, neighbours = of_features(*(np.stack([y[0, 0] for y in found]) for found in (expected.outputs, outputs)))
-    numbers = {"cosine": cosine, "neighbours": neighbours, "sqnr_db": sqnr(expected.outputs, outputs)}
-    return Judged(outputs, numbers)
+    return Judged(outputs, {"cosine": cosine, "neighbours": neighbours, "sqnr_db": sqnr(expected.outputs, outputs)})
 
 
 def of_features(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
     """Cosine of features (images, channels), and the share of each image's five neighbours that stay, in percent."""
     a, b = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (expected, found))
     near = [np.argsort(-(x @ x.T) + 9 * np.eye(len(x)), axis=1)[:, :5] for x in (a, b)]
-    shared = [100 * len(set(p) & set(q)) / 5 for p, q in zip(*near, strict=True)]
-    return float((a * b).sum(1).mean()), float(np.mean(shared))
+    return float((a * b).sum(1).mean()), float(np.mean([20 * len({*p} & {*q}) for p, q in zip(*near, strict=True)]))
 
 
 def interval(values: np.ndarray) -> list[float]:
