@@ -94,7 +94,7 @@ def annotation(
 
 
 def _within(one: Annotation, size: tuple[int, int]) -> Annotation:
-    """End boxes at the border."""
+    # Boxes end at the border of the image, and those outside it are left out.
     boxes = one.boxes.clip(0, np.array(size * 2, dtype=np.float32))
     beyond, kept = (np.abs(boxes - one.boxes) > _TOLERANCE).any(1), (boxes[:, 2:] > boxes[:, :2]).all(1)
     cut, empty = int((beyond & kept).sum()), int((~kept).sum())

@@ -57,7 +57,7 @@ def fast_path(*, enabled: bool) -> Iterator[None]:
 
 
 def alone(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function wait for other threads, without autocast, default device and fast paths."""
+    """Let calls wait for those of other threads, and compute without autocast, default device and fast paths."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -30,7 +30,7 @@ TARGET_KEYS = ("labels", "label", "targets", "target")
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """An array of what a batch holds; bfloat16 as float32."""
+    """A value of a batch as a NumPy array; bfloat16 becomes float32."""
     if not isinstance(value, Tensor):
         array = np.asarray(value)
         return array.astype(np.float32) if array.dtype.name == "bfloat16" else array

@@ -511,14 +511,14 @@ def walk(starts: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Nod
 
 
 def producer_past(node: fx.Node, through: Container[str]) -> fx.Node:
-    """What makes a tensor, before kinds that pass it on."""
+    """The node that computes a tensor, through nodes that forward it."""
     while node_kind(node) in through and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def consumers_past(node: fx.Node, through: Container[str]) -> list[fx.Node]:
-    """Nodes that read a tensor, after kinds that pass it on."""
+    """The nodes that read a tensor, through nodes that forward it."""
     after = ((consumers_past(user, through) if node_kind(user) in through else [user]) for user in value_users(node))
     return [user for users in after for user in users]
 

@@ -895,7 +895,7 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> object:
 
 
 def _check_padding(model: nn.Module, inputs: tuple[Tensor, ...], reference: object) -> None:
-    """Warn if results show padding."""
+    # Warns if the results depend on tokens that are padding.
     padded = any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules())
     if padded and not same_results(reference, run_model(fresh(model), inputs, fast=True)):
         warnings.warn(

@@ -271,11 +271,15 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
         order = list(TopologicalSorter(dict(enumerate(before))).static_order())
     except CycleError:
         return False
-    nodes = [graph.node[place] for place in order]
+    _replace_nodes(graph, [graph.node[place] for place in order])
+    return True
+
+
+def _replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    # Of copies, as those of the graph itself end with its list.
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del graph.node[:]
     graph.node.extend(copies)
-    return True
 
 
 def free_name(name: str, taken: set[str]) -> str:
@@ -326,9 +330,14 @@ _FACTORS_OF_GROUPS = range(18, 21)
 
 
 def _write_groups(graph: onnx.GraphProto) -> bool:
+    grouped = [
+        place for place, node in enumerate(graph.node) if (node.op_type, node.domain) == ("GroupNormalization", "")
+    ]
+    if not grouped:
+        return False
     view, nodes = OnnxGraph(graph), list[onnx.NodeProto]()
-    for node in graph.node:
-        if node.op_type != "GroupNormalization" or node.domain:
+    for place, node in enumerate(graph.node):
+        if place not in grouped:
             nodes.append(node)
             continue
         x, *factors = node.input
@@ -341,12 +350,8 @@ def _write_groups(graph: onnx.GraphProto) -> bool:
             helper.make_node("Shape", [x], [names[3]]),
             helper.make_node("Reshape", [names[2], names[3]], list(node.output)),
         ]
-    changed = len(nodes) > len(graph.node)
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes] if changed else []
-    if changed:
-        del graph.node[:]
-        graph.node.extend(copies)
-    return changed
+    _replace_nodes(graph, nodes)
+    return True
 
 
 # Operators whose result has as many dimensions as the image that is their first input.
@@ -356,7 +361,7 @@ _KEEPS_RANK = frozenset({"Cast", "Identity", "Sub", "Add", "Mul", "Div", "Clip",
 
 
 def _sizes_read(view: OnnxGraph, name: str) -> list[int]:
-    # What the operators after a tensor say of it; 0 = open, empty = nothing.
+    # The sizes of a tensor that the operators after it imply: 0 for an open one, none for an unknown rank.
     for node in view.consumers.get(name, []):
         kind, weight = node.op_type, view.constants.get(node.input[1]) if len(node.input) > 1 else None
         sizes: list[int] = []

@@ -45,7 +45,7 @@ from compress.sparsity.eligibility import (
     weight_of,
     weighted_layers,
 )
-from compress.sparsity.groups import Use, channels_of
+from compress.sparsity.groups import Channels, Use, channels_of
 from compress.sparsity.parametrization import (
     apply_masks,
     from_groups,
@@ -293,11 +293,11 @@ def prune_channels(
     before = _shapes(model)
     check_rules(spec, before)
     macs, parameters = _macs(model, inputs), _parameters(model)
-    whole: set[str] = set()
-    while found := _confused(model, inputs, pattern.ratio, spec, whole):
+    channels, whole = channels_of(trace(model, inputs), inputs), set[str]()
+    while found := _confused(model, inputs, pattern.ratio, spec, whole, channels):
         whole |= found
     chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, whole, progress)
-    if found := _confused(model, inputs, chosen, spec, whole):
+    if found := _confused(model, inputs, chosen, spec, whole, channels):
         raise _not_followed(model, found)
     _remove(model, inputs, chosen, spec, whole)
     rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
@@ -412,13 +412,17 @@ def _number(model: nn.Module) -> None:
 
 
 def _confused(
-    model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec, whole: set[str]
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    ratio: float,
+    spec: SparsitySpec,
+    whole: set[str],
+    channels: Channels,
 ) -> set[str]:
     # Layers of whose channels torch-pruning removes some in one tensor and others in another, as around a channel
     # shuffle: the graph says which channels are the same.
     trial = own_copy(model)
     _remove(trial, inputs, ratio, spec, whole, numbered=True)
-    channels = channels_of(trace(model, inputs), inputs)
     before, after = (dict((*m.named_parameters(remove_duplicate=False), *m.named_buffers())) for m in (model, trial))
     kept, removed = set[int](), set[int]()
     for use in channels.uses.values():

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """`fields` are figures beside the bar of `task`; what a subclass leaves out does nothing."""
+    """`fields` are figures beside the bar of `task`. Methods that a subclass does not define do nothing."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Begin a task of `total` units, `done` already finished."""

@@ -203,6 +203,11 @@ class Place:
         base = torch.empty(size, dtype=self.dtype, device="meta")
         return base.as_strided(self.shape, self.strides, self.offset)
 
+    @property
+    def order(self) -> list[int]:
+        """Axes by stride, descending."""
+        return sorted(range(len(self.shape)), key=lambda axis: (-self.strides[axis], axis))
+
     def like(self, view: Tensor) -> Place:
         offset = int(view.storage_offset())
         return replace(self, shape=tuple(view.shape), strides=tuple(view.stride()), offset=offset)
@@ -347,7 +352,7 @@ class _Layouter:
             return turned
         source = self.places.get(step.reads[0]) if isinstance(step, Computed) else None
         if source is not None and len(source.shape) == rank and not isinstance(step, Attention):
-            return sorted(range(rank), key=lambda axis: (-source.strides[axis], axis))
+            return source.order
         if rank == 4 and isinstance(step, Computed) and self._feeds_image(name):
             return last
         return list(range(rank))
@@ -389,7 +394,7 @@ class _Layouter:
         shape = self.plan.tensors[name].shape
         order: Sequence[int] = range(len(shape))
         if step.op == "Resize":
-            order = sorted(order, key=lambda axis: (-source.strides[axis], axis))
+            order = source.order
         elif len(shape) == 4 and self._feeds_image(name):
             order = _CHANNELS_LAST
         place = self._place(name, step) if name in self.inside else self._dense(name, order)
@@ -421,8 +426,7 @@ class _Layouter:
                 self._place(name, step)
             else:
                 rank = len(self.plan.tensors[name].shape)
-                first = self.places[step.reads[0]]
-                order = sorted(range(rank), key=lambda a: (-first.strides[a], a))
+                order = self.places[step.reads[0]].order
                 image = rank == 4 and axis == 1 and self._feeds_image(name)
                 self.places[name] = self._dense(name, list(_CHANNELS_LAST) if image else order)
         whole, start = self.places[name], 0
@@ -434,8 +438,8 @@ class _Layouter:
             start += size
 
     def _join_parts(self) -> None:
-        makers = (s for s in self.plan.steps if isinstance(s, (Product, Computed)) or getattr(s, "op", "") == "Resize")
-        made = {n for s in makers for n in s.writes}
+        made = {n for s in self.plan.steps if isinstance(s, (Product, Computed)) for n in s.writes}
+        made |= {n for s in self.plan.steps if isinstance(s, Move) and s.op == "Resize" for n in s.writes}
         concats = [s for s in self.plan.steps if isinstance(s, Move) and s.op == "Concat"]
         border = set(self.plan.outputs.values())
         for i in reversed(range(len(concats))):
