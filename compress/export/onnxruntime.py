@@ -5,7 +5,8 @@ Every pass works on the model in place; `targets` has their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from compress.export.names import added_constant, added_tensor
+from compress.graph.spelled import spelled_activation
 from compress.onnx_graph import (
     MOVES,
     PASSES,
+    TELLING,
     WEIGHTED_OPS,
+    OnnxForm,
     OnnxGraph,
     attribute,
     consumed_as,
@@ -26,6 +30,7 @@ from compress.onnx_graph import (
     may_saturate,
     opset_of,
     replace_attributes,
+    sort_nodes,
     unsigned,
 )
 
@@ -335,6 +340,123 @@ def _pair(name: str, like: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePro
         helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
         helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),
     ]
+
+
+# Activations that are x times a gate: a and b of clip(a x + b, 0, 1), or None for a sigmoid.
+_GATED: dict[str, tuple[float, float] | None] = {"silu": None, "hardswish": (1 / 6, 1 / 2)}
+_GATES = frozenset({"Sigmoid", "HardSigmoid"})
+
+
+def scaled_in_integers(proto: onnx.ModelProto) -> None:
+    """Write every product of a quantized image and a gate for each channel (squeeze and excite) between pairs.
+
+    ONNX Runtime computes it in integers so (QLinearMul), and what the image was made by as well where nothing but this
+    product read it in float. A gate's range follows from that of its argument.
+    """
+    view = OnnxGraph(proto.graph)
+    if view.rewrite(partial(_scaled, view=view)):
+        sort_nodes(proto.graph)  # the image's pair may stand after the product
+
+
+def _scaled(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    if node.op_type != "Mul" or not _quantized_alone(node.output[0], view):
+        return None
+    for x, gate in (node.input, reversed(node.input)):
+        source = view.producers.get(gate)
+        if source is None or source.op_type not in _GATES or view.alone(gate) is None or x == source.input[0]:
+            continue
+        image, argument = _dequantized(x, view), _bytes(source.input[0], view)
+        if image is None or argument is None or _bytes(image, view) is None:
+            return None
+        options = [attribute(source, name, default) for name, default in (("alpha", 0.2), ("beta", 0.5))]
+        pair = _pair_to(_most(argument, options if source.op_type == "HardSigmoid" else None, view), gate, view)
+        node.input[:] = [image, pair[1].output[0]]
+        return [*pair, node]
+    return None
+
+
+def activations_in_integers(proto: onnx.ModelProto) -> None:
+    """Write every SiLU and hard-swish between pairs of uint8 as x times a gate between pairs, in place.
+
+    ONNX Runtime has no such activation in integers: it reads the bytes twice, computes two to four operations in float
+    and quantizes the result, which takes 2 to 3 times as long as QLinearSigmoid or QLinearAdd, and QLinearMul. The gate
+    is rounded to 255 steps of its range: an error of at most half a step of the result, for the largest x.
+    """
+    view = OnnxGraph(proto.graph)
+    form, made = OnnxForm(view, opset_of(proto)), dict[str, list[onnx.NodeProto]]()
+    for node in proto.graph.node:
+        name, x, inside = "", "", [node.output[0]]
+        if node.op_type == "HardSwish":
+            name, x = "hardswish", node.input[0]
+        elif node.op_type in TELLING and (found := spelled_activation(node.output[0], form)) is not None:
+            name, x, inside = found.name, found.x, list(found.values)
+        argument = _bytes(x, view) if name in _GATED else None
+        if argument is not None and _quantized_alone(inside[-1], view):
+            made |= {inner: [] for inner in inside}
+            made[inside[-1]] = _gated(_GATED[name], argument, view.producers[inside[-1]], view)
+    view.replace_nodes(part for node in list(proto.graph.node) for part in made.get(node.output[0], [node]))
+
+
+def _gated(
+    numbers: tuple[float, float] | None, argument: onnx.NodeProto, last: onnx.NodeProto, view: OnnxGraph
+) -> list[onnx.NodeProto]:
+    x, scale = argument.output[0], view.array(argument.input[1])
+    gate = view.free(added_tensor(last.output[0], "gate"))
+    if numbers is None or scale is None:
+        nodes = [made_after(last, "Sigmoid", [x], gate)]
+    else:  # the bytes of x, read with a scale of their own, are a times x
+        part, shift = (view.free(added_tensor(last.output[0], name)) for name in ("part", "shift"))
+        own = view.add_constant(added_tensor(last.output[0], "part_scale"), np.asarray(scale * numbers[0], scale.dtype))
+        one, zero = (view.add_constant(added_tensor(shift, str(i)), np.array(i, np.uint8)) for i in (1, 0))
+        step = view.add_constant(added_tensor(shift, "scale"), np.array(numbers[1], scale.dtype))
+        nodes = [
+            made_after(last, "DequantizeLinear", [argument.input[0], own, *argument.input[2:]], part),
+            made_after(last, "DequantizeLinear", [one, step, zero], shift),
+            made_after(last, "Add", [part, shift], gate),
+        ]
+    pair = _pair_to(_most(argument, numbers, view), gate, view)
+    return [*nodes, *pair, made_after(last, "Mul", [x, pair[1].output[0]], last.output[0], last.name)]
+
+
+def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxGraph) -> float:
+    """Return the largest value of a gate whose argument comes from bytes; at least a step of the sigmoid's own."""
+    scale, zero = (float(np.ravel(view.array(name))[0]) for name in argument.input[1:])
+    largest = (255 - zero) * scale
+    most = 1 / (1 + np.exp(-largest)) if numbers is None else min(numbers[0] * largest + numbers[1], 1.0)
+    return max(most, 1 / 255)
+
+
+def _pair_to(most: float, name: str, view: OnnxGraph) -> list[onnx.NodeProto]:
+    """Return a pair of uint8 for a tensor between 0 and `most`."""
+    scale = view.add_constant(added_tensor(name, "step"), np.array(most / 255, np.float32))
+    zero = view.add_constant(added_tensor(name, "zero"), np.array(0, np.uint8))
+    return _pair(name, helper.make_node("DequantizeLinear", ["", scale, zero], [""]), view)
+
+
+def _bytes(name: str, view: OnnxGraph) -> onnx.NodeProto | None:
+    """Return the DequantizeLinear that makes a tensor of bytes with one float32 scale; None if there is none."""
+    node = view.producers.get(name)
+    return node if node is not None and node.op_type == "DequantizeLinear" and _is_of_bytes(node, view) else None
+
+
+def _is_of_bytes(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    scale, zero = (view.array(name) for name in node.input[1:]) if len(node.input) == 3 else (None, None)
+    whole = scale is not None and zero is not None and scale.size == 1
+    return whole and scale.dtype == np.float32 and zero.dtype == np.uint8
+
+
+def _quantized_alone(name: str, view: OnnxGraph) -> bool:
+    reader = view.alone(name)
+    return reader is not None and reader.op_type == "QuantizeLinear" and _is_of_bytes(reader, view)
+
+
+def _dequantized(name: str, view: OnnxGraph) -> str | None:
+    """Return the tensor after the pair of a tensor, or itself if it comes from a pair."""
+    if _bytes(name, view) is not None:
+        return name
+    readers = [reader for reader in view.consumers.get(name, ()) if reader.op_type == "QuantizeLinear"]
+    after = [one.output[0] for reader in readers for one in view.consumers.get(reader.output[0], ())]
+    return after[0] if len(readers) == 1 and after else None
 
 
 @each_node

@@ -23,6 +23,7 @@ from compress.errors import CompressWarning, EngineError, EngineUnavailableError
 from compress.export.names import INT4_KEY, added_tensor, node_name, tensor_name
 from compress.export.onnxruntime import (
     AXIS_OPSET,
+    activations_in_integers,
     bounded_softmaxes,
     clips_apart,
     dilations_apart,
@@ -31,6 +32,7 @@ from compress.export.onnxruntime import (
     layouts_apart,
     repeat_pairs,
     room_for_biases,
+    scaled_in_integers,
     transposes_apart,
     weights_to_unsigned,
 )
@@ -227,6 +229,8 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
             (runtime, dilations_apart),
             (runtime, clips_apart),
             (runtime, repeat_pairs),
+            (runtime, scaled_in_integers),
+            (runtime, activations_in_integers),
             (runtime, partial(integer_biases, operators=WEIGHTED_OPS if half else ("Gemm", "MatMul"))),
             (runtime and opset_of(proto) >= AXIS_OPSET, floats_apart),
             (runtime, layouts_apart),

@@ -374,6 +374,8 @@ def _request_residual(
     for source in node.tensors:
         if source is not branch or table.residual == "both":
             text = f"the branch beside {layer.layer} is INT8, so that layer, add and activation are one kernel"
+            if layer.kind not in WEIGHTED:
+                text = f"{layer.layer} and the sum are computed in integers between pairs"
             found.tensors.append(Request(source, node, node, "residual add", text))
 
 
@@ -502,7 +504,7 @@ def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -
         while layer.kind in _PASSED and layer.tensors:
             layer = layer.tensors[0]
             alone = alone and len(layer.consumers) == 1
-        if layer.kind in kinds and layer.parameters is not None and alone:
+        if layer.kind in kinds and (layer.parameters is not None or layer.kind not in WEIGHTED) and alone:
             found.append((source, layer))
     return max(found, key=lambda pair: depth[pair[1]], default=None)
 
