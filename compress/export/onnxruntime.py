@@ -382,6 +382,8 @@ def activations_in_integers(proto: onnx.ModelProto) -> None:
     and quantizes the result, which takes 2 to 3 times as long as QLinearSigmoid or QLinearAdd, and QLinearMul. The gate
     is rounded to 255 steps of its range: an error of at most half a step of the result, for the largest x.
     """
+    if opset_of(proto) < 11:  # whose Clip has its limits as attributes
+        return
     view = OnnxGraph(proto.graph)
     form, made = OnnxForm(view, opset_of(proto)), dict[str, list[onnx.NodeProto]]()
     for node in proto.graph.node:
@@ -400,22 +402,23 @@ def activations_in_integers(proto: onnx.ModelProto) -> None:
 def _gated(
     numbers: tuple[float, float] | None, argument: onnx.NodeProto, last: onnx.NodeProto, view: OnnxGraph
 ) -> list[onnx.NodeProto]:
-    x, scale = argument.output[0], view.array(argument.input[1])
-    gate = view.free(added_tensor(last.output[0], "gate"))
-    if numbers is None or scale is None:
-        nodes = [made_after(last, "Sigmoid", [x], gate)]
-    else:  # the bytes of x, read with a scale of their own, are a times x
-        part, shift = (view.free(added_tensor(last.output[0], name)) for name in ("part", "shift"))
-        own = view.add_constant(added_tensor(last.output[0], "part_scale"), np.asarray(scale * numbers[0], scale.dtype))
-        one, zero = (view.add_constant(added_tensor(shift, str(i)), np.array(i, np.uint8)) for i in (1, 0))
-        step = view.add_constant(added_tensor(shift, "scale"), np.array(numbers[1], scale.dtype))
+    x, result = argument.output[0], last.output[0]
+    gate = view.free(added_tensor(result, "gate"))
+    nodes = [made_after(last, "Sigmoid", [x], gate)]
+    if numbers is not None:  # the bytes of x, read with a scale of their own, are a x
+        part, moved = (view.free(added_tensor(result, name)) for name in ("part", "moved"))
+        step = np.asarray(view.array(argument.input[1]) * np.float32(numbers[0]))
+        shift = (np.array(1, np.uint8), np.array(numbers[1], np.float32), np.array(0, np.uint8))
+        own, *shifts = (view.add_constant(added_tensor(part, "constant"), value) for value in (step, *shift))
+        ends = [view.add_constant(added_tensor(gate, "end"), np.array(end, np.float32)) for end in (0, 1)]
         nodes = [
-            made_after(last, "DequantizeLinear", [argument.input[0], own, *argument.input[2:]], part),
-            made_after(last, "DequantizeLinear", [one, step, zero], shift),
-            made_after(last, "Add", [part, shift], gate),
+            made_after(last, "DequantizeLinear", [argument.input[0], own, argument.input[2]], part),
+            made_after(last, "DequantizeLinear", shifts, b := view.free(added_tensor(result, "shift"))),
+            made_after(last, "Add", [part, b], moved),
+            made_after(last, "Clip", [moved, *ends], gate),  # which ONNX Runtime leaves to the pair after it
         ]
     pair = _pair_to(_most(argument, numbers, view), gate, view)
-    return [*nodes, *pair, made_after(last, "Mul", [x, pair[1].output[0]], last.output[0], last.name)]
+    return [*nodes, *pair, made_after(last, "Mul", [x, pair[1].output[0]], result, last.name)]
 
 
 def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxGraph) -> float:

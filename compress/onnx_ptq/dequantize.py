@@ -69,6 +69,10 @@ def dequantize_onnx(path: Path | str, out: Path | str | None = None) -> Path:
     return save_model(source, target)
 
 
+# Relative difference of scales that are written twice, in two types.
+_SAME = 1e-3
+
+
 class _Lifting:
     """Rewrites a graph so that tensors of integers hold what the integers stand for, under their own names."""
 
@@ -210,7 +214,7 @@ class _Lifting:
     def _quantize(self, node: onnx.NodeProto) -> None:
         source, result = node.input[0], node.output[0]
         if source in self.index.unchanging:  # a weight that is quantized when the file is loaded
-            self.real[result] = self._points(node.input[1], "")
+            self.real[result] = self._points(*[*node.input[1:], ""][:2])
             self._add("Identity", [source], result, node)
             return
         before = self.index.producers.get(source)
@@ -236,7 +240,7 @@ class _Lifting:
     def _dequantize(self, node: onnx.NodeProto) -> None:
         source, result = node.input[0], node.output[0]
         if source in self.real:
-            self._add("Identity", [source], result, node)
+            self._add(*self._read_again(source, *self._points(*[*node.input[1:], ""][:2])), result, node)
         elif source in self.index.unchanging:
             key = (*node.input, *(one.SerializeToString() for one in node.attribute))
             if key not in self.constants:
@@ -248,6 +252,20 @@ class _Lifting:
                 f"{self.source.path}: {node.name} dequantizes {source!r}, integers that the file is given or computes; "
                 "give the float file that it was made from"
             )
+
+    def _read_again(self, name: str, scales: NDArray[Any], zeros: NDArray[Any]) -> tuple[str, list[str]]:
+        """Return the operation by which floats follow from those of the scale and zero point of the quantizer."""
+        first, zero = self.real[name]
+        ratio = np.asarray(scales / first, scales.dtype)
+        moved = np.asarray((zero.astype(scales.dtype) - zeros.astype(scales.dtype)) * scales)
+        if ratio.size > 1 or not (moved.any() or abs(ratio - 1) > _SAME):
+            return "Identity", [name]
+        factor = self.index.add_constant(added_tensor(name, "factor"), ratio)
+        if not moved.any():
+            return "Mul", [name, factor]
+        scaled = self.index.free(added_tensor(name, "scaled"))
+        self._append(helper.make_node("Mul", [name, factor], [scaled], name=scaled))
+        return "Add", [scaled, self.index.add_constant(added_tensor(name, "shift"), moved)]
 
     def _dequantized(self, node: onnx.NodeProto, value: NDArray[Any]) -> NDArray[Any]:
         """Return (q - zero point) * scale, with one scale, or one for each part or block along an axis."""
