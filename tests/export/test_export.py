@@ -36,7 +36,7 @@ from compress.graph.inputs import flat_tensors
 from compress.graph.ops import node_kind
 from compress.quantization import TARGETS
 from compress.quantization.sensitivity import sqnr
-from tests.exact import WEIGHTS, compute, open_session
+from tests.exact import WEIGHTS, compute, open_session, optimized
 from tests.further import further
 from tests.networks import Net, TinyResNet, network
 from tests.onnx_models import onnx_model
@@ -672,6 +672,36 @@ def test_onnx_runtime_is_exact_in_any_session_without_vnni(vnni, bits, tmp_path,
         if not vnni:
             (got,) = onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
             assert sqnr(model(x).detach(), torch.from_numpy(got)) > 30
+
+
+@pytest.mark.parametrize("gate", [torch.sigmoid, F.hardsigmoid])
+@pytest.mark.parametrize(
+    "activation", [F.silu, F.hardswish, lambda x: x * torch.sigmoid(x), lambda x: x * F.relu6(x + 3) / 6]
+)
+@pytest.mark.parametrize("scale", [0.3, 1, 8])  # gates near a half, usual ones, and such as are 0 or 1
+def test_gates_are_computed_in_integers_by_onnx_runtime(activation, gate, scale, tmp_path):
+    def forward(net, x):
+        x = activation(net.first(x))
+        x = x * gate(net.gate(x.mean((2, 3), keepdim=True)))
+        return net.last(x + activation(net.second(x))).mean((2, 3))
+
+    torch.manual_seed(0)
+    layers = {"first": nn.Conv2d(3, 16, 3), "gate": nn.Conv2d(16, 16, 1), "second": nn.Conv2d(16, 16, 3, padding=1)}
+    model, x = Net(forward, last=nn.Conv2d(16, 8, 1), **layers).eval(), scale * torch.randn(4, 3, 12, 12)
+    spec = compress.QuantSpec(target="onnxruntime", weights=WEIGHTS)
+    qmodel = compress.quantize(model, x, [x], spec=spec)
+    paths = [compress.export_onnx(qmodel, x, tmp_path / "torch.onnx")]
+    paths.append(compress.quantize_onnx(compress.export_onnx(model, x, tmp_path / "float.onnx"), [x], spec=spec))
+    wanted = model(x).detach()
+    for path in paths:
+        kinds = [node.op_type for node in onnx.load(optimized(path)).graph.node]
+        assert kinds.count("QLinearMul") == 3 and not {"Mul", "Div", "Clip", "HardSwish"}.intersection(kinds)
+        assert kinds.count("Sigmoid") == 0 and kinds.count("HardSigmoid") <= 1  # of a number for each channel
+        got = torch.from_numpy(compute(path, x.numpy()))
+        assert sqnr(wanted, got) > min(28, sqnr(wanted, qmodel(x).detach()) - 3)
+        assert sqnr(got, torch.from_numpy(run(path, x))) > 35  # fused or not
+        stripped = compress.dequantize_onnx(path, tmp_path / "again.onnx")
+        assert sqnr(wanted, torch.from_numpy(run(stripped, x))) > 28
 
 
 @pytest.mark.parametrize(

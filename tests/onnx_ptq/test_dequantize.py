@@ -77,6 +77,24 @@ def test_our_own_files_get_the_same_layers_again(exported, tmp_path, target):
     assert sqnr(run(exported["gated"], x), run(second, x)) > sqnr(run(exported["gated"], x), run(first, x)) - 3
 
 
+def test_integers_that_are_read_with_a_second_scale_and_zero_point(tmp_path):
+    parts = {"s": np.float32(0.02), "z": np.uint8(120), "s2": np.float32(0.05), "z2": np.uint8(100)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["first"]),
+        helper.make_node("DequantizeLinear", ["q", "s2", "z2"], ["second"]),
+        helper.make_node("DequantizeLinear", ["q", "s2", "z"], ["third"]),
+        helper.make_node("Concat", ["first", "second", "third"], ["y"], axis=1),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, None]) for name in "xy"]
+    constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in parts.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "q.onnx")
+    stripped = compress.dequantize_onnx(tmp_path / "q.onnx", tmp_path / "float.onnx")
+    x = np.random.default_rng(0).uniform(-2, 2, (4, 9)).astype(np.float32)
+    assert sqnr(run(tmp_path / "q.onnx", x), run(stripped, x)) > 35
+
+
 def test_refusals(exported, tmp_path):
     with pytest.raises(QuantizationError, match="holds no quantizer"):
         compress.dequantize_onnx(exported["resnet"], tmp_path / "x.onnx")
