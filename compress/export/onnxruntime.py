@@ -348,10 +348,9 @@ _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 
 
 def scaled_in_integers(proto: onnx.ModelProto) -> None:
-    """Write every product of a quantized image and a gate for each channel (squeeze and excite) between pairs.
+    """Put pairs around every product of a quantized tensor and a gate (squeeze and excite): a QLinearMul.
 
-    ONNX Runtime computes it in integers so (QLinearMul), and what the image was made by as well where nothing but this
-    product read it in float. A gate's range follows from that of its argument.
+    A gate's range follows from that of its argument.
     """
     view = OnnxGraph(proto.graph)
     if view.rewrite(partial(_scaled, view=view)):
@@ -378,10 +377,9 @@ def _scaled(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | Non
 def activations_in_integers(proto: onnx.ModelProto) -> None:
     """Write every SiLU and hard-swish between pairs of uint8 as x times a gate between pairs, in place.
 
-    ONNX Runtime has no such activation in integers: it reads the bytes twice, computes two to four operations in float
-    and quantizes the result, which takes 2 to 3 times as long as QLinearSigmoid or QLinearAdd, and QLinearMul. The gate
-    is rounded to 255 steps of its range: an error of at most half a step of the result, for the largest x.
+    ONNX Runtime has no such activation in integers. In float it takes 2 to 3 times as long.
     """
+    # The gate is rounded to 255 steps of its range: half a step of the result at the largest x, less elsewhere.
     if opset_of(proto) < 11:  # whose Clip has its limits as attributes
         return
     view = OnnxGraph(proto.graph)
@@ -422,7 +420,7 @@ def _gated(
 
 
 def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxGraph) -> float:
-    """Return the largest value of a gate whose argument comes from bytes; at least a step of the sigmoid's own."""
+    # The largest value of a gate whose argument comes from bytes.
     scale, zero = (float(np.ravel(view.array(name))[0]) for name in argument.input[1:])
     largest = (255 - zero) * scale
     most = 1 / (1 + np.exp(-largest)) if numbers is None else min(numbers[0] * largest + numbers[1], 1.0)
@@ -430,14 +428,14 @@ def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxG
 
 
 def _pair_to(most: float, name: str, view: OnnxGraph) -> list[onnx.NodeProto]:
-    """Return a pair of uint8 for a tensor between 0 and `most`."""
+    # A pair of uint8 for a tensor between 0 and `most`.
     scale = view.add_constant(added_tensor(name, "step"), np.array(most / 255, np.float32))
     zero = view.add_constant(added_tensor(name, "zero"), np.array(0, np.uint8))
     return _pair(name, helper.make_node("DequantizeLinear", ["", scale, zero], [""]), view)
 
 
 def _bytes(name: str, view: OnnxGraph) -> onnx.NodeProto | None:
-    """Return the DequantizeLinear that makes a tensor of bytes with one float32 scale; None if there is none."""
+    # The DequantizeLinear that makes a tensor of bytes with one float32 scale.
     node = view.producers.get(name)
     return node if node is not None and node.op_type == "DequantizeLinear" and _is_of_bytes(node, view) else None
 
@@ -454,7 +452,7 @@ def _quantized_alone(name: str, view: OnnxGraph) -> bool:
 
 
 def _dequantized(name: str, view: OnnxGraph) -> str | None:
-    """Return the tensor after the pair of a tensor, or itself if it comes from a pair."""
+    # The tensor after the pair of a tensor, or itself if it comes from a pair.
     if _bytes(name, view) is not None:
         return name
     readers = [reader for reader in view.consumers.get(name, ()) if reader.op_type == "QuantizeLinear"]

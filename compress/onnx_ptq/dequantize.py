@@ -254,7 +254,7 @@ class _Lifting:
             )
 
     def _read_again(self, name: str, scales: NDArray[Any], zeros: NDArray[Any]) -> tuple[str, list[str]]:
-        """Return the operation by which floats follow from those of the scale and zero point of the quantizer."""
+        # The operation by which floats follow from those of the quantizer's own scale and zero point.
         first, zero = self.real[name]
         ratio = np.asarray(scales / first, scales.dtype)
         moved = np.asarray((zero.astype(scales.dtype) - zeros.astype(scales.dtype)) * scales)
