@@ -448,18 +448,29 @@ LEFT_OUT = (
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards, and the parameters."""
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restored(model):  # modes are attributes
         model.train()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
-        yield
+        try:
+            yield
+        finally:
+            for parameter, value in values:
+                if not equal(parameter, value):  # an averaged codebook or teacher, which training writes
+                    parameter.data.copy_(value)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    """True if a graph computes in training mode what the model does, random numbers and what it writes included."""
+    before = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     results = []
     for network in (model, graph_module):
         with training_mode(network), torch.no_grad():
@@ -468,10 +479,10 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
                 result = run_with(network.forward, copies_of(inputs))
             except Exception:  # a model can fail in any way
                 return False
+            after = dict(_tensors(network))
             if network is model:
-                written = [name for name, value in before.items() if not equal(value, model.get_buffer(name))]
-            buffers = dict(network.named_buffers())
-            results.append((result, [buffers[name].clone() for name in written if name in buffers]))
+                written = [name for name, value in before.items() if not equal(value, after[name])]
+            results.append((result, [after[name].clone() for name in written if name in after]))
     names = [[name for name, _ in named_tensors(result)] for result, _ in results]
     return names[0] == names[1] and relative_error(*results) <= _SAME
 

@@ -28,12 +28,13 @@ from onnx import external_data_helper, helper, inliner
 from onnx.shape_inference import InferenceError
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, QuantizationError, first_few
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, axis_order, oriented_product
 from compress.onnx_graph import (
+    RANDOM,
     attribute,
     attributes_of,
     constant_tensor,
@@ -659,6 +660,12 @@ def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> 
         change, largest = change_of(a, b)
         limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
         if not change <= limit * largest + _ROUNDING:
+            drawn = [node.name or node.output[0] for node in original.proto.graph.node if node.op_type in RANDOM]
+            if drawn:
+                raise QuantizationError(
+                    f"{original.path} draws random numbers in every run, at {first_few(drawn)}: export the network in "
+                    "evaluation mode, and give it such numbers as an input"
+                )
             raise QuantizationError(
                 f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
                 f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "

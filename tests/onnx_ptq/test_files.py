@@ -18,7 +18,7 @@ from torch import nn
 
 import compress
 from compress.audit.engine import folded_names, lost_in_runtime
-from compress.errors import CalibrationError, DataError, ExportError
+from compress.errors import CalibrationError, DataError, ExportError, QuantizationError
 from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
@@ -125,6 +125,21 @@ def test_what_a_file_computes_as_in_training_is_said(node, text, tmp_path):
     assert not any("states shapes" in note for note in done.notes)
     if "Dropout" in node:
         assert sqnr(run(tmp_path / "inference.onnx", x), run(tmp_path / "q.onnx", x)) > 25
+
+
+def test_a_file_that_cannot_be_compared_for_its_random_numbers_says_so(tmp_path):
+    # ONNX Runtime seeds them by the place of their node, which folding BatchNorm changes.
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 15]> net (float[N,3,8,8] x) => (float[N,4,8,8] y) {
+        a = Conv <kernel_shape = [1, 1]> (x, w) b = BatchNormalization (a, one, one, one, one)
+        n = RandomNormalLike (b) y = Add (b, n) }"""
+    )
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(v, k) for k, v in (("w", weights(4, 3, 1, 1)), ("one", np.ones(4, "f")))
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(QuantizationError, match="draws random numbers in every run, at n: export the network in eval"):
+        compress.quantize_onnx(tmp_path / "m.onnx", [np.ones((2, 3, 8, 8), "f")])
 
 
 @pytest.mark.parametrize("domain", ["", "ai.onnx"])
