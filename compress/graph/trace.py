@@ -250,12 +250,20 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
         symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
         return function._torchdynamo_inline(*args, **kwargs) if symbolic else compiled(function, *args, **kwargs)
 
+    moved = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # the example is where the modules are
+        symbolic = any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+        return module if symbolic else moved(module, *args, **kwargs)
+
     try:
+        nn.Module.to = to  # type: ignore[method-assign, assignment]
         torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign, assignment]
         for place, name, function in changed:
             place[name] = function
         yield
     finally:
+        nn.Module.to = moved  # type: ignore[method-assign]
         torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]
         for place, name, _ in changed:
             place.pop(name, None)  # a module under two names is changed twice

@@ -531,6 +531,29 @@ def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
     assert "has a bias that is an input of the file" in reasons["third"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_that_are_shaped_by_sizes_which_the_file_fixes_are_quantized(target, tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("Shape", ["a"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "one"], ["channels"]),
+        helper.make_node("Concat", ["channels", "channels", "rest"], ["shape"], axis=0),
+        helper.make_node("Abs", ["w2"], ["positive"]),
+        helper.make_node("Reshape", ["positive", "shape"], ["kernel"]),
+        helper.make_node("Conv", ["a", "kernel"], ["b"], name="second"),
+        helper.make_node("Relu", ["b"], ["c"]),
+        helper.make_node("Conv", ["c", "w3"], ["y"], name="third"),
+    ]
+    sizes = {"one": np.array([1]), "rest": np.array([1, 1])}
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4), "w3": weights(4, 4, 1, 1), **sizes}
+    onnx.save(model_of(nodes, constants), tmp_path / "m.onnx")
+    result = quantize_onnx_file(tmp_path / "m.onnx", batches(size=8), spec=compress.QuantSpec(target=target))
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "m.onnx", x), run(result.path, x)) > 25
+    assert {row.name for row in compress.audit_onnx(result.path).rows if row.int8} >= {"first", "second"}
+    assert "sizes that weights are computed with" in "; ".join(result.notes)
+
+
 def test_functions_of_the_file_are_inlined_and_their_layers_quantized(tmp_path):
     body = [helper.make_node("Conv", ["a", "b"], ["c"]), helper.make_node("Relu", ["c"], ["d"])]
     function = helper.make_function("own", "Layer", ["a", "b"], ["d"], body, [helper.make_opsetid("", 17)])
