@@ -99,6 +99,9 @@ class _Known:
     def __len__(self) -> int:
         return len(self.tracer.values.sized(self.node))
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._known()
+
     def __index__(self) -> int:
         return self._known().__index__()
 
@@ -207,8 +210,8 @@ class Values:
 
 def _is_shape(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return str(node.target) in METHODS_OF_SHAPE
-    return node.target in {getattr, len, torch.is_floating_point}
+        return str(node.target) in METHODS_OF_SHAPE or (node.target == "type" and len(node.args) == 1)
+    return node.target in {getattr, len, torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:

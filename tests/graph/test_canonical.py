@@ -208,6 +208,16 @@ def test_sizes_decide_control_flow_and_values_do_not():
     graph = same(Padded(), torch.randn(2, 3, 6, 6, generator=G))
     assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
 
+    def by_type(net, x):
+        x = net.conv(x)
+        if "Half" in x.type() or x.type() == "torch.DoubleTensor" or x.nelement() < 3 or torch.is_complex(x):
+            x = x.float()
+        return x * net.gate(x.mean((2, 3), keepdim=True)).sigmoid()
+
+    gated = Net(by_type, conv=nn.Conv2d(3, 4, 1), gate=nn.Conv2d(4, 4, 1))
+    graph = same(nn.Sequential(gated), torch.randn(2, 3, 6, 6, generator=G))
+    assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
+
     on_item = Net(lambda net, x: x * 2 if x.sum().item() > 0 else x)
     (leaf,) = leaves_of(trace(nn.Sequential(nn.Conv2d(3, 4, 1), on_item), torch.randn(2, 3, 4, 4)))
     assert leaf.path == "1"
