@@ -459,7 +459,7 @@ LEFT_OUT = (
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards, and the parameters."""
+    """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
     values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restored(model):  # modes are attributes
         model.train()
@@ -480,7 +480,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """True if a graph computes in training mode what the model does, random numbers and what it writes included."""
+    """True if a graph computes in training mode what the model does, random numbers and written tensors included."""
     before = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     results = []
     for network in (model, graph_module):
