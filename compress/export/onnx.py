@@ -616,6 +616,10 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
         raise ExportError(f"torch.onnx cannot export the model: {cause}{fixed}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
+    graph = program.model.graph
+    for value in [value for node in graph for value in node.outputs if value not in graph.outputs]:
+        if value.name in results:  # torch.onnx calls results of functions `mean` or `softmax`, as callers call theirs
+            value.name = f"{value.name}_inner"
     if spec.dynamic_batch:
         _check_batch(program.model_proto)
     return program.model_proto

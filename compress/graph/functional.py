@@ -41,6 +41,9 @@ _ORDER = {
 }
 
 
+_RESHAPES = frozenset({"reshape", "view", torch.reshape})
+
+
 def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Replace functional layers of a traced graph by modules, in place; return their paths.
 
@@ -50,6 +53,13 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     made: dict[str, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
         kind = node_kind(node)
+        if (
+            node.target in _RESHAPES
+            and is_constant(node.args[0])
+            and not is_constant(node.args)
+            and "shape" in node.meta
+        ):
+            node.args, node.kwargs = (node.args[0], node.meta["shape"]), {}  # it has the elements of a parameter
         if node.op != "call_function" or kind not in _ORDER:
             continue
         arguments = dict(zip(_ORDER[kind], node.args, strict=False)) | node.kwargs

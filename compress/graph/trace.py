@@ -99,6 +99,9 @@ class _Known:
     def __len__(self) -> int:
         return len(self.tracer.values.sized(self.node))
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._known()
+
     def __index__(self) -> int:
         return self._known().__index__()
 
@@ -207,8 +210,8 @@ class Values:
 
 def _is_shape(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return str(node.target) in METHODS_OF_SHAPE
-    return node.target in {getattr, len, torch.is_floating_point}
+        return str(node.target) in METHODS_OF_SHAPE or (node.target == "type" and len(node.args) == 1)
+    return node.target in {getattr, len, torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
@@ -250,12 +253,20 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
         symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
         return function._torchdynamo_inline(*args, **kwargs) if symbolic else compiled(function, *args, **kwargs)
 
+    moved = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # the example is where the modules are
+        symbolic = any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+        return module if symbolic else moved(module, *args, **kwargs)
+
     try:
+        nn.Module.to = to  # type: ignore[method-assign, assignment]
         torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign, assignment]
         for place, name, function in changed:
             place[name] = function
         yield
     finally:
+        nn.Module.to = moved  # type: ignore[method-assign]
         torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]
         for place, name, _ in changed:
             place.pop(name, None)  # a module under two names is changed twice
@@ -449,17 +460,28 @@ LEFT_OUT = (
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in training mode, BatchNorm in evaluation mode; restored afterwards."""
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restored(model):  # modes are attributes
         model.train()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
-        yield
+        try:
+            yield
+        finally:
+            for parameter, value in values:
+                if not equal(parameter, value):  # an averaged codebook or teacher, which training writes
+                    parameter.data.copy_(value)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """True if a graph computes in training mode what the model does, random numbers and written buffers included."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    """True if a graph computes in training mode what the model does, random numbers and written tensors included."""
+    before = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     results = []
     for network in (model, graph_module):
         with training_mode(network), torch.no_grad():
@@ -468,10 +490,10 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
                 result = run_with(network.forward, copies_of(inputs))
             except Exception:  # a model can fail in any way
                 return False
+            after = dict(_tensors(network))
             if network is model:
-                written = [name for name, value in before.items() if not equal(value, model.get_buffer(name))]
-            buffers = dict(network.named_buffers())
-            results.append((result, [buffers[name].clone() for name in written if name in buffers]))
+                written = [name for name, value in before.items() if not equal(value, after[name])]
+            results.append((result, [after[name].clone() for name in written if name in after]))
     names = [[name for name, _ in named_tensors(result)] for result, _ in results]
     return names[0] == names[1] and relative_error(*results) <= _SAME
 

@@ -24,16 +24,17 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import external_data_helper, helper, inliner
+from onnx import external_data_helper, helper, inliner, numpy_helper
 from onnx.shape_inference import InferenceError
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, QuantizationError, first_few
 from compress.export.names import added_tensor
 from compress.export.targets import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.graph.spelled import Axes, axis_order, oriented_product
 from compress.onnx_graph import (
+    RANDOM,
     attribute,
     attributes_of,
     constant_tensor,
@@ -206,6 +207,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _read_small(source)
     notes += open_fused(source)
     for rewrite, text in (
+        (sizes_in_weights, "sizes that weights are computed with are written as constants (operations: {})"),
         (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
         (plain_gemms, "the factors, transposed inputs and sums of {} Gemm operations are written apart"),
@@ -248,6 +250,35 @@ def name_nodes(graph: onnx.GraphProto) -> None:
         while node.input and not node.input[-1]:
             node.input.pop()
         node.name = free_name(node.name or f"{node.op_type}_{next(filter(None, node.output), '')}", seen)
+
+
+def sizes_in_weights(source: SourceFile) -> int:
+    # Sizes such as those of `weight.reshape(x.shape[1], -1)`, which the file fixes though it computes them.
+    index = Index(source)
+    layers = [node for node in index.graph.node if node.op_type in {*_LAYERS, "MatMul"}]
+    open_ = index.fixed - index.unchanging
+    names = [name for node in layers for name in node.input[1:] if name in open_]
+    if not names:
+        return 0
+    kinds, read = _kinds(source), set(names)
+    for name in names:  # grows
+        new = [other for other in index.producers[name].input if other in open_ and other not in read]
+        names += new
+        read.update(new)
+
+    def written(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        asked = index.producers.get(node.input[0]) if node.op_type == "Gather" and node.output[0] in read else None
+        if asked is None or asked.op_type != "Shape" or asked.input[0] not in kinds:
+            return None
+        sizes = kinds[asked.input[0]].shape.dim[attribute(asked, "start", 0) : attribute(asked, "end", None)]
+        known = np.asarray([size.dim_value if size.HasField("dim_value") else -1 for size in sizes], np.int64)
+        place = index.value(node.input[1])
+        if place is None or not np.isin(place, np.arange(-len(known), len(known))).all() or (known[place] < 0).any():
+            return None
+        value = numpy_helper.from_array(np.asarray(known[place]))
+        return [helper.make_node("Constant", [], node.output, name=node.name, value=value)]
+
+    return index.rewrite(written)
 
 
 def open_einsums(source: SourceFile) -> int:
@@ -659,6 +690,12 @@ def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> 
         change, largest = change_of(a, b)
         limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
         if not change <= limit * largest + _ROUNDING:
+            drawn = [node.name or node.output[0] for node in original.proto.graph.node if node.op_type in RANDOM]
+            if drawn:
+                raise QuantizationError(
+                    f"{original.path} draws random numbers in every run, at {first_few(drawn)}: export the network in "
+                    "evaluation mode, and give it such numbers as an input"
+                )
             raise QuantizationError(
                 f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
                 f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "

@@ -336,6 +336,18 @@ def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tm
         np.testing.assert_allclose(got, expected.detach().numpy(), atol=0.02)
 
 
+def test_a_key_may_be_called_as_a_value_within_the_graph(tmp_path):
+    def run(net, x):  # torch.onnx names the results of functions `relu`, `mean`, `softmax`
+        x = net.conv(x).relu().mean((2, 3))
+        return {"mean": net.fc(x).softmax(1), "relu": net.box(x), "softmax": x}
+
+    model = Net(run, conv=nn.Conv2d(3, 8, 3), fc=nn.Linear(8, 5), box=nn.Linear(8, 4)).eval()
+    session = open_session(compress.export_onnx(model, X[:1], tmp_path / "m.onnx"))
+    assert [value.name for value in session.get_outputs()] == ["mean", "relu", "softmax"]
+    for got, expected in zip(session.run(None, {"input": X.numpy()}), model(X).values(), strict=True):
+        np.testing.assert_allclose(got, expected.detach().numpy(), atol=1e-5)
+
+
 def test_weights_computed_by_weight_norm_are_quantized_as_they_are(tmp_path):
     model = nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5)).eval()
     qmodel = compress.quantize(model, X[:2], [X], spec=compress.QuantSpec(activations=MAX))

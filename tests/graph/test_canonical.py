@@ -167,6 +167,31 @@ def test_functions_become_layers_and_batchnorm_folds_into_them():
     assert {name for name in graph.state_dict() if name.endswith("weight")} == {"0.weight", "2.weight"}
 
 
+@pytest.mark.parametrize(
+    "shaped", [lambda w, c, x: w.view(c, c, 1, 1), lambda w, c, x: torch.reshape(w, [x.shape[1], -1, *[1, 1]])]
+)
+def test_weights_that_are_shaped_by_the_size_of_the_input_become_layers(shaped):
+    def normalized(net, x):  # generalized divisive normalization
+        y = net.conv(x)
+        gamma = shaped(net.gamma.clamp_min(1e-6).square(), y.size()[1], y)
+        return y * torch.rsqrt(F.conv2d(y * y, gamma, net.beta))
+
+    parts = {"gamma": nn.Parameter(torch.rand(4, 4)), "beta": nn.Parameter(torch.ones(4))}
+    graph = same(Net(normalized, conv=nn.Conv2d(3, 4, 3), **parts), torch.randn(2, 3, 8, 8, generator=G))
+    assert kinds(graph).count("conv") == 2 and all(n.op == "call_module" for n in graph.graph.nodes if "conv" in n.name)
+    x = torch.randn(3, 3, 9, 7, generator=G)
+    assert graph(x).shape == (3, 4, 7, 5)
+
+
+def test_a_module_that_is_moved_to_where_its_input_is_is_traced_into():
+    def moves(net, x):
+        return net.second.to(device=x.device, dtype=x.dtype)(net.first.to(x)(x).relu())
+
+    to = nn.Module.to
+    graph = same(Net(moves, first=nn.Conv2d(3, 4, 3), second=nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 8, 8, generator=G))
+    assert kinds(graph).count("conv") == 2 and not leaves_of(graph) and nn.Module.to is to
+
+
 def test_sizes_decide_control_flow_and_values_do_not():
     class Padded(nn.Module):
         def __init__(self):
@@ -181,6 +206,16 @@ def test_sizes_decide_control_flow_and_values_do_not():
             return torch.cat(rows, 2)[:, :, :height].reshape(x.shape[0], -1)
 
     graph = same(Padded(), torch.randn(2, 3, 6, 6, generator=G))
+    assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
+
+    def by_type(net, x):
+        x = net.conv(x)
+        if "Half" in x.type() or x.type() == "torch.DoubleTensor" or x.nelement() < 3 or torch.is_complex(x):
+            x = x.float()
+        return x * net.gate(x.mean((2, 3), keepdim=True)).sigmoid()
+
+    gated = Net(by_type, conv=nn.Conv2d(3, 4, 1), gate=nn.Conv2d(4, 4, 1))
+    graph = same(nn.Sequential(gated), torch.randn(2, 3, 6, 6, generator=G))
     assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
 
     on_item = Net(lambda net, x: x * 2 if x.sum().item() > 0 else x)

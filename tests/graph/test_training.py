@@ -155,6 +155,23 @@ def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is
     assert any("buffers that it updates" in note for note in quantization_report_of(qmodel).notes())
 
 
+def test_parameters_that_training_averages_are_those_of_the_model():
+    def nearest(s, x):  # as a vector quantizer, whose code book follows what it is given
+        rows = s.a(x).permute(0, 2, 3, 1).flatten(0, 2)
+        index = (rows @ s.book.weight.t() - s.book.weight.square().sum(1) / 2).argmax(1)
+        if s.training:
+            s.book.weight.data.copy_(0.5 * s.book.weight + rows[:4])
+        return s.b(s.book(index).view(4, 8, 8, 8).permute(0, 3, 1, 2))
+
+    model = two_convolutions(nearest, book=nn.Embedding(4, 8)).eval()
+    before, expected = copy.deepcopy(model.state_dict()), model(X)
+    graph = trace(model, X)
+    assert "in training the model does more" in report_of(graph).training
+    torch.testing.assert_close(graph(X), expected)
+    quantize(model, X, [X])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_buffers_that_only_later_calls_read_count_as_well():
     # The results of the first call in training are the same, so outputs alone do not show the loss.
     found = trace(statistics(lambda s, mean: in_place(s, 0 * mean)), X)

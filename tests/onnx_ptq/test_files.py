@@ -18,7 +18,7 @@ from torch import nn
 
 import compress
 from compress.audit.engine import folded_names, lost_in_runtime
-from compress.errors import CalibrationError, DataError, ExportError
+from compress.errors import CalibrationError, DataError, ExportError, QuantizationError
 from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
@@ -125,6 +125,21 @@ def test_what_a_file_computes_as_in_training_is_said(node, text, tmp_path):
     assert not any("states shapes" in note for note in done.notes)
     if "Dropout" in node:
         assert sqnr(run(tmp_path / "inference.onnx", x), run(tmp_path / "q.onnx", x)) > 25
+
+
+def test_a_file_that_cannot_be_compared_for_its_random_numbers_says_so(tmp_path):
+    # ONNX Runtime seeds them by the place of their node, which folding BatchNorm changes.
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 15]> net (float[N,3,8,8] x) => (float[N,4,8,8] y) {
+        a = Conv <kernel_shape = [1, 1]> (x, w) b = BatchNormalization (a, one, one, one, one)
+        n = RandomNormalLike (b) y = Add (b, n) }"""
+    )
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(v, k) for k, v in (("w", weights(4, 3, 1, 1)), ("one", np.ones(4, "f")))
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(QuantizationError, match="draws random numbers in every run, at n: export the network in eval"):
+        compress.quantize_onnx(tmp_path / "m.onnx", [np.ones((2, 3, 8, 8), "f")])
 
 
 @pytest.mark.parametrize("domain", ["", "ai.onnx"])
@@ -514,6 +529,29 @@ def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
     reasons = {row.layer: row.reason for row in result.placement.decisions if row.decision == "float"}
     assert "has a bias that the file computes when it runs" in reasons["second"]
     assert "has a bias that is an input of the file" in reasons["third"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_that_are_shaped_by_sizes_which_the_file_fixes_are_quantized(target, tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("Shape", ["a"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "one"], ["channels"]),
+        helper.make_node("Concat", ["channels", "channels", "rest"], ["shape"], axis=0),
+        helper.make_node("Abs", ["w2"], ["positive"]),
+        helper.make_node("Reshape", ["positive", "shape"], ["kernel"]),
+        helper.make_node("Conv", ["a", "kernel"], ["b"], name="second"),
+        helper.make_node("Relu", ["b"], ["c"]),
+        helper.make_node("Conv", ["c", "w3"], ["y"], name="third"),
+    ]
+    sizes = {"one": np.array([1]), "rest": np.array([1, 1])}
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4), "w3": weights(4, 4, 1, 1), **sizes}
+    onnx.save(model_of(nodes, constants), tmp_path / "m.onnx")
+    result = quantize_onnx_file(tmp_path / "m.onnx", batches(size=8), spec=compress.QuantSpec(target=target))
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "m.onnx", x), run(result.path, x)) > 25
+    assert {row.name for row in compress.audit_onnx(result.path).rows if row.int8} >= {"first", "second"}
+    assert "sizes that weights are computed with" in "; ".join(result.notes)
 
 
 def test_functions_of_the_file_are_inlined_and_their_layers_quantized(tmp_path):

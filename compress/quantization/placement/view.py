@@ -166,6 +166,8 @@ def _read(node: Node) -> list[Node]:
 def _is_never_negative(node: Node, known: set[Node]) -> bool:
     if node.traits.non_negative == "always" or (node.kind == "clamp" and node.low >= 0):
         return True
+    if node.kind == "pow" and any(number > 0 and number % 2 == 0 for number in node.numbers):
+        return True
     if node.mode == "bicubic" or any(number < 0 for number in node.numbers):
         return False  # cubic weights are negative in places
     sources = _read(node)

@@ -59,6 +59,8 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
     "exp": (lambda m, y, z: y.exp(), True),
     "log": (lambda m, y, z: y.exp().log(), False),
     "square": (lambda m, y, z: y.square(), True),
+    "an even power": (lambda m, y, z: y**2, True),
+    "an odd power": (lambda m, y, z: torch.pow(y, 3), False),
     "sqrt": (lambda m, y, z: F.relu(y).sqrt(), True),
     "max and min": (
         lambda m, y, z: F.relu(y) + F.relu(y).amax(1, keepdim=True) + F.relu(y).amin(1, keepdim=True),
