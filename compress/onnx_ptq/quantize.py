@@ -39,7 +39,7 @@ from compress.export.names import TARGET_KEY, added_tensor
 from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
 from compress.onnx_graph import attribute, drop_unread, tensors_of
-from compress.onnx_ptq.calibrate import calibrate_graph
+from compress.onnx_ptq.calibrate import AT_ONCE, calibrate_graph, in_order
 from compress.onnx_ptq.canonical import canonical, comparison, images_apart, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
 from compress.onnx_ptq.read import Reading, read_onnx_graph
@@ -50,6 +50,7 @@ from compress.onnx_ptq.source import (
     Types,
     as_tensors,
     check_bounds,
+    elements,
     feeds,
     infer,
     inferred,
@@ -98,6 +99,7 @@ from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.quantization.sensitivity import Mended, mend
+from compress.support.process import core_count
 from compress.support.progress import Progress
 
 
@@ -205,8 +207,9 @@ def _quantized(
     looks = looks_at_layers(spec) or spec.bias_correction == "auto" or precision != "fp32"
     seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
     source = replace(source, apart=not looks or images_apart(source, first))
+    look = Looked(source, seen)
     if trained is None and looks_at_layers(spec):
-        rules, smoothing = scale_channels(source, first, seen, spec)
+        rules, smoothing = scale_channels(look, first, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
@@ -217,7 +220,7 @@ def _quantized(
         improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
     index, types, reading = _read(source, first, spec)
     if fine_tuned is None:
-        placement = _placed(source, reading, first, seen, spec)
+        placement = _placed(look, reading, first, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
         with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(
@@ -228,7 +231,7 @@ def _quantized(
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     if fine_tuned is None and not improved.later and spec.bias_correction == "auto":
-        notes += on_images(partial(correct_biases, source, index, reading, placement, calibration.amax), source, seen)
+        notes += look.on(partial(correct_biases, look, index, reading, placement, calibration.amax))
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
     _finish(source, types, spec.only_target)
@@ -255,26 +258,28 @@ def _read(source: SourceFile, feed: Arrays, spec: QuantSpec) -> tuple[Index, Typ
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source), opened)
 
 
-def scale_channels(
-    source: SourceFile, first: Arrays, batches: Sequence[Arrays], spec: QuantSpec
-) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+def scale_channels(look: Looked, first: Arrays, spec: QuantSpec) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """Scale channels of a float file in canonical form; in place; return rules for products that stay float, and notes.
 
-    `batches` are some of the calibration data.
+    It is looked at on some of the calibration data.
     """
+    source = look.source
     _, _, reading = _read(source, first, spec)
-    placement = place_on_images(source, reading, spec, batches)
+    placement = place(reading.view, spec)
+    groups, products = _groups(source, reading, placement), _products(reading, placement)
+    tensors = [*(group.tensor for group in groups), *(each.name for node in products for each in node.inputs)]
+    placement = place_on_images(look, reading, spec, tensors)
     groups = _groups(source, reading, placement)
     chosen = partial(
         choose,
         groups,
         _products(reading, placement),
         spec=spec,
-        watch=partial(_watch, source),
+        watch=look.watch,
         consumer=partial(_consumer, reading),
         least=lambda _: 0.0,
     )
-    scales, rules = on_images(chosen, source, batches)
+    scales, rules = look.on(chosen)
     index, used = Index(source), list[ChannelScale]()
     for group in (group for group in groups if group.tensor in scales):
         if _write(index, reading, group, scales[group.tensor], spec.only_target):
@@ -299,13 +304,15 @@ def _some_of(
     return seen, itertools.chain(seen[1:], pieces)
 
 
-def _placed(source: SourceFile, reading: Reading, first: Arrays, seen: list[Arrays], spec: QuantSpec) -> Placement:
+def _placed(look: Looked, reading: Reading, first: Arrays, spec: QuantSpec) -> Placement:
     placement = place(reading.view, spec)
     shared = shared_tensors(placement)
-    found = FloatSession(source, dict.fromkeys(shared)).run(first) if shared else {}
+    found = FloatSession(look.source, dict.fromkeys(shared)).run(first) if shared else {}
     ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
     apart = concats_apart(reading.view, placement, ranges)
-    return place_on_images(source, reading, replace(spec, rules=(*apart, *spec.rules)), seen)
+    layers = _layers(reading, placement) if spec.bias_correction == "auto" else ()
+    tensors = [layer.input for layer in layers]
+    return place_on_images(look, reading, replace(spec, rules=(*apart, *spec.rules)), tensors)
 
 
 def first_batch(pieces: Iterator[Arrays]) -> Arrays:
@@ -430,7 +437,7 @@ def _network(
     if scaled := looks_at_layers(spec):
         source = replace(source, apart=images_apart(source, first))
         some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
-        rules, _ = scale_channels(source, first, list(some), spec)
+        rules, _ = scale_channels(Looked(source, list(some)), first, spec)
     made, index = converted(source, first), Index(source)
     own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
     return made, index, replace(own, smooth=None) if scaled else own
@@ -687,6 +694,8 @@ T = TypeVar("T")
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
 # Batches that are looked at where they cannot be split into images.
 _BATCHES = 8
+# Bytes of tensors of all images that are kept.
+_KEPT = 1 << 30
 
 
 def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
@@ -699,19 +708,47 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
     return [{name: v[start : start + 1] if v.ndim else v for name, v in feed.items()} for feed, start in chosen]
 
 
-def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches: Sequence[Arrays]) -> T:
-    """Return what `work` finds on images of a file's batches, or on batches where they cannot be split."""
-    try:
-        return work(images_of(source, batches))
-    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
-        return work(batches[:_BATCHES])
+class Looked:
+    """Images of a file's batches, and tensors of its graph on them, computed once where memory holds them.
 
+    Images are batches where those cannot be split.
+    """
 
-def _watch(source: SourceFile, names: Iterable[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
-    session = FloatSession(source, names)
-    return lambda feed: {
-        name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
-    }
+    def __init__(self, source: SourceFile, batches: Sequence[Arrays]) -> None:
+        self.source, self.batches, self.images = source, batches, images_of(source, batches)
+        self.expect((), ())
+
+    def expect(self, names: Iterable[str], again: Iterable[str]) -> None:
+        """Look at the graph as it is now, and at these tensors together; those of `again` are kept."""
+        self.again, self.session = frozenset(again), None
+        self.names, self.kept, self.room = self.again.union(names), dict[int, Mapping[str, Tensor]](), _KEPT
+
+    def on(self, work: Callable[[Sequence[Arrays]], T]) -> T:
+        """Return what `work` finds on the images."""
+        try:
+            return work(self.images)
+        except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
+            self.images = self.batches[:_BATCHES]
+            self.expect(self.names, self.again)
+            return work(self.images)
+
+    def watch(self, names: Sequence[str], images: Sequence[Arrays]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield tensors, float32, on some of the images."""
+        if not self.names.issuperset(names):
+            self.expect(names, ())
+        session = self.session = self.session or FloatSession(self.source, sorted(self.names), threads=1)
+        return in_order(partial(self._tensors, session, names), images, min(core_count(), AT_ONCE))
+
+    def _tensors(self, session: FloatSession, names: Sequence[str], image: Arrays) -> Mapping[str, Tensor]:
+        kept = self.kept.get(id(image), {})
+        if kept.keys() >= set(names):
+            return kept
+        found = {name: torch.from_numpy(np.asarray(x, np.float32)) for name, x in session.run(image).items()}
+        again = {name: found[name] for name in self.again}
+        self.room -= sum(x.nbytes for x in again.values())
+        if self.room >= 0:
+            self.kept[id(image)] = again
+        return found
 
 
 def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
@@ -878,14 +915,20 @@ def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDAr
     return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)
 
 
-def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batches: Sequence[Arrays]) -> Placement:
-    """Place quantizers, with zero points from images where the specification looks at them."""
+def place_on_images(look: Looked, reading: Reading, spec: QuantSpec, tensors: Sequence[str]) -> Placement:
+    """Place quantizers, with zero points from images where the specification looks at them.
+
+    `tensors` are others of the graph that are looked at next.
+    """
     placement = place(reading.view, spec)
-    tensors = signed_tensors(placement, spec)
-    if not tensors:
+    signed = signed_tensors(placement, spec)
+    sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
+    fits = 4 * sum(sizes.get(name, 0) for name in {*signed, *tensors}) < _KEPT
+    look.expect(signed, tensors if fits else ())
+    if not signed:
         return placement
-    seen = on_images(partial(_ranges, _watch(source, tensors)), source, batches)
-    index = Index(source)
+    seen = look.on(partial(_ranges, look, signed))
+    index = Index(look.source)
 
     def constant(user: Node, node: Node) -> Tensor | None:
         made = reading.nodes.get(user.name, ())
@@ -896,11 +939,11 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
     return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
 
 
-def _ranges(run: Callable[[Arrays], Mapping[str, Tensor]], images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
+def _ranges(look: Looked, tensors: Sequence[str], images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
-    for image in spread(images):
-        for name, x in run(image).items():
-            widen(found, name, x)
+    for values in look.watch(tensors, spread(images)):
+        for name in tensors:
+            widen(found, name, values[name])
     return found
 
 
@@ -918,7 +961,7 @@ class _Layer:
 
 @torch.no_grad()
 def correct_biases(
-    source: SourceFile,
+    look: Looked,
     index: Index,
     reading: Reading,
     placement: Placement,
@@ -927,16 +970,13 @@ def correct_biases(
 ) -> tuple[str, ...]:
     """Write the bias of each quantized layer so that the mean of its quantized results is right; return a note if any.
 
-    `index` is of the float graph `source`, and is changed; at most `zero_points.LOOKED_AT` images, evenly spread, are
-    looked at.
+    `index` is of the float graph that is looked at, and is changed.
     """
     layers = _layers(reading, placement)
     if not layers:
         return ()
-    run = _watch(source, dict.fromkeys(layer.input for layer in layers))
     means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    for image in spread(images):
-        found = run(image)
+    for found in look.watch([layer.input for layer in layers], spread(images)):
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
             x = found[layer.input]
