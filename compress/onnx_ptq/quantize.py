@@ -46,6 +46,7 @@ from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.source import (
     FloatSession,
     Index,
+    Shapes,
     SourceFile,
     Types,
     as_tensors,
@@ -208,8 +209,9 @@ def _quantized(
     seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
     source = replace(source, apart=not looks or images_apart(source, first))
     look = Looked(source, seen)
+    known: tuple[Shapes, Types] | None = None
     if trained is None and looks_at_layers(spec):
-        rules, smoothing = scale_channels(look, first, spec)
+        rules, smoothing, known = scale_channels(look, first, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
@@ -217,8 +219,9 @@ def _quantized(
     fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
-        improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
-    index, types, reading = _read(source, first, spec)
+        improved, pieces, known = improve_file(source, every, spec, progress=progress), iter(every[1:]), None
+        look.expect((), ())
+    index, types, reading = _read(source, first, spec, known)
     if fine_tuned is None:
         placement = _placed(look, reading, first, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
@@ -252,40 +255,49 @@ def _with_remainder(
     return source, types | casting.types | types_of(source.proto), casting
 
 
-def _read(source: SourceFile, feed: Arrays, spec: QuantSpec) -> tuple[Index, Types, Reading]:
-    index, shapes, types = inferred(source, feed)
+def _read(
+    source: SourceFile, feed: Arrays, spec: QuantSpec, known: tuple[Shapes, Types] | None = None
+) -> tuple[Index, Types, Reading]:
+    index, shapes, types = inferred(source, feed) if known is None else (Index(source, known[0]), *known)
     opened = TABLES[spec.only_target].opened
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source), opened)
 
 
-def scale_channels(look: Looked, first: Arrays, spec: QuantSpec) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Scale channels of a float file in canonical form; in place; return rules for products that stay float, and notes.
+def scale_channels(
+    look: Looked, first: Arrays, spec: QuantSpec
+) -> tuple[tuple[Rule, ...], tuple[str, ...], tuple[Shapes, Types]]:
+    """Scale channels of a float file in canonical form; in place.
 
-    It is looked at on some of the calibration data.
+    Returns:
+        Rules for products that stay float, notes, and the shapes and types of the graph.
     """
     source = look.source
-    _, _, reading = _read(source, first, spec)
+    index, types, reading = _read(source, first, spec)
     placement = place(reading.view, spec)
-    groups, products = _groups(source, reading, placement), _products(reading, placement)
-    tensors = [*(group.tensor for group in groups), *(each.name for node in products for each in node.inputs)]
-    placement = place_on_images(look, reading, spec, tensors)
-    groups = _groups(source, reading, placement)
+    products = _products(reading, placement)
+    tensors = [group.tensor for group in _groups(index, reading, placement)] + _of_biases(reading, placement, spec)
+    placement = place_on_images(look, reading, spec, [*tensors, *(each.name for p in products for each in p.inputs)])
+    groups = _groups(index, reading, placement)
     chosen = partial(
         choose,
         groups,
-        _products(reading, placement),
+        products,
         spec=spec,
         watch=look.watch,
         consumer=partial(_consumer, reading),
         least=lambda _: 0.0,
     )
     scales, rules = look.on(chosen)
-    index, used = Index(source), list[ChannelScale]()
+    used, count = list[ChannelScale](), len(index.graph.node)
     for group in (group for group in groups if group.tensor in scales):
         if _write(index, reading, group, scales[group.tensor], spec.only_target):
             used.append(scales[group.tensor])
-            index = Index(source)
-    return rules, scaling_note(used)
+        if count != len(index.graph.node):
+            index, count = Index(source, index.shapes), len(index.graph.node)
+    if used:
+        look.expect((), ())
+    types |= dict.fromkeys(index.shapes.keys() - types.keys(), TensorProto.FLOAT)
+    return rules, scaling_note(used), (index.shapes, types)
 
 
 def _some_of(
@@ -310,9 +322,8 @@ def _placed(look: Looked, reading: Reading, first: Arrays, spec: QuantSpec) -> P
     found = FloatSession(look.source, dict.fromkeys(shared)).run(first) if shared else {}
     ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
     apart = concats_apart(reading.view, placement, ranges)
-    layers = _layers(reading, placement) if spec.bias_correction == "auto" else ()
-    tensors = [layer.input for layer in layers]
-    return place_on_images(look, reading, replace(spec, rules=(*apart, *spec.rules)), tensors)
+    spec = replace(spec, rules=(*apart, *spec.rules))
+    return place_on_images(look, reading, spec, _of_biases(reading, placement, spec))
 
 
 def first_batch(pieces: Iterator[Arrays]) -> Arrays:
@@ -437,7 +448,7 @@ def _network(
     if scaled := looks_at_layers(spec):
         source = replace(source, apart=images_apart(source, first))
         some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
-        rules, _ = scale_channels(Looked(source, list(some)), first, spec)
+        rules, *_ = scale_channels(Looked(source, list(some)), first, spec)
     made, index = converted(source, first), Index(source)
     own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
     return made, index, replace(own, smooth=None) if scaled else own
@@ -711,7 +722,7 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
 class Looked:
     """Images of a file's batches, and tensors of its graph on them, computed once where memory holds them.
 
-    Images are batches where those cannot be split.
+    Images are batches where those cannot be split. `ranges` are the lowest and highest values of tensors.
     """
 
     def __init__(self, source: SourceFile, batches: Sequence[Arrays]) -> None:
@@ -720,7 +731,7 @@ class Looked:
 
     def expect(self, names: Iterable[str], again: Iterable[str]) -> None:
         """Look at the graph as it is now, and at these tensors together; those of `again` are kept."""
-        self.again, self.session = frozenset(again), None
+        self.again, self.session, self.ranges = frozenset(again), None, dict[str, tuple[float, float]]()
         self.names, self.kept, self.room = self.again.union(names), dict[int, Mapping[str, Tensor]](), _KEPT
 
     def on(self, work: Callable[[Sequence[Arrays]], T]) -> T:
@@ -751,9 +762,7 @@ class Looked:
         return found
 
 
-def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
-    index = Index(source)
-
+def _groups(index: Index, reading: Reading, placement: Placement) -> list[Group]:
     def plain(node: Node) -> bool:
         """True for a layer of float32 that reads the tensor and its weight as they are in the file."""
         if node.path not in reading.weights:
@@ -801,7 +810,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
             node.input[place] = index.add_constant(name, value.astype(np.float32))
             return
         factors = index.add_constant(f"{name}_scale", value.astype(np.float32))
-        node.input[place] = name
+        node.input[place], index.shapes[name] = name, value.shape
         at = next(i for i, each in enumerate(graph.node) if each is node or each.name == node.name)
         graph.node.insert(at, helper.make_node("Mul", [old, factors], [name], name=name))
 
@@ -811,6 +820,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
         first = next(place for place, node in enumerate(graph.node) if group.tensor in node.output)
         constants = index.add_constant(f"{name}_scale", factor.reshape(shape))
         graph.node.insert(first + 1, helper.make_node("Mul", [group.tensor, constants], [name], name=name))
+        index.shapes[name] = group.layers[0].inputs[0].shape or ()
         for node in nodes:
             node.input[0] = name
     for node, position, value in plan or []:
@@ -922,12 +932,13 @@ def place_on_images(look: Looked, reading: Reading, spec: QuantSpec, tensors: Se
     """
     placement = place(reading.view, spec)
     signed = signed_tensors(placement, spec)
-    sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
-    fits = 4 * sum(sizes.get(name, 0) for name in {*signed, *tensors}) < _KEPT
-    look.expect(signed, tensors if fits else ())
+    if not (look.ranges.keys() >= set(signed) and look.again.issuperset(tensors)):
+        sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
+        fits = 4 * sum(sizes.get(name, 0) for name in {*signed, *tensors}) < _KEPT
+        look.expect(signed, tensors if fits else ())
+        look.ranges = look.on(partial(_ranges, look, signed)) if signed else {}
     if not signed:
         return placement
-    seen = look.on(partial(_ranges, look, signed))
     index = Index(look.source)
 
     def constant(user: Node, node: Node) -> Tensor | None:
@@ -936,6 +947,7 @@ def place_on_images(look: Looked, reading: Reading, spec: QuantSpec, tensors: Se
         value = index.value(others[0]) if len(made) == len(others) == 1 and others[0] in index.unchanging else None
         return None if value is None else torch.tensor(value, dtype=torch.float32)
 
+    seen = {name: look.ranges[name] for name in signed}
     return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
 
 
@@ -1018,6 +1030,10 @@ def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
             )
         )
     return found
+
+
+def _of_biases(reading: Reading, placement: Placement, spec: QuantSpec) -> list[str]:
+    return [layer.input for layer in _layers(reading, placement)] if spec.bias_correction == "auto" else []
 
 
 def _site(layer: Node, sites: Mapping[tuple[str, str], ActivationSite]) -> ActivationSite | None:
