@@ -18,12 +18,12 @@ import copy
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -220,7 +220,7 @@ def _quantized(
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
         improved, pieces, known = improve_file(source, every, spec, progress=progress), iter(every[1:]), None
-        look.expect((), ())
+        look.begin((), ())
     index, types, reading = _read(source, first, spec, known)
     if fine_tuned is None:
         placement = _placed(look, reading, first, spec)
@@ -234,7 +234,7 @@ def _quantized(
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     if fine_tuned is None and not improved.later and spec.bias_correction == "auto":
-        notes += look.on(partial(correct_biases, look, index, reading, placement, calibration.amax))
+        notes += correct_biases(look, index, reading, placement, calibration.amax)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
     _finish(source, types, spec.only_target)
@@ -266,28 +266,20 @@ def _read(
 def scale_channels(
     look: Looked, first: Arrays, spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...], tuple[Shapes, Types]]:
-    """Scale channels of a float file in canonical form; in place.
-
-    Returns:
-        Rules for products that stay float, notes, and the shapes and types of the graph.
-    """
+    """Scale channels of a float file in canonical form, in place; return rules for products, notes, shapes, types."""
     source = look.source
     index, types, reading = _read(source, first, spec)
-    placement = place(reading.view, spec)
-    products = _products(reading, placement)
-    tensors = [group.tensor for group in _groups(index, reading, placement)] + _of_biases(reading, placement, spec)
-    placement = place_on_images(look, reading, spec, [*tensors, *(each.name for p in products for each in p.inputs)])
+    placement = place_on_images(look, reading, spec)
     groups = _groups(index, reading, placement)
-    chosen = partial(
-        choose,
+    scales, rules = choose(
         groups,
-        products,
-        spec=spec,
+        _products(reading, placement),
+        look.images,
+        spec,
         watch=look.watch,
         consumer=partial(_consumer, reading),
         least=lambda _: 0.0,
     )
-    scales, rules = look.on(chosen)
     used, count = list[ChannelScale](), len(index.graph.node)
     for group in (group for group in groups if group.tensor in scales):
         if _write(index, reading, group, scales[group.tensor], spec.only_target):
@@ -295,7 +287,7 @@ def scale_channels(
         if count != len(index.graph.node):
             index, count = Index(source, index.shapes), len(index.graph.node)
     if used:
-        look.expect((), ())
+        look.begin((), ())
     types |= dict.fromkeys(index.shapes.keys() - types.keys(), TensorProto.FLOAT)
     return rules, scaling_note(used), (index.shapes, types)
 
@@ -322,8 +314,7 @@ def _placed(look: Looked, reading: Reading, first: Arrays, spec: QuantSpec) -> P
     found = FloatSession(look.source, dict.fromkeys(shared)).run(first) if shared else {}
     ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
     apart = concats_apart(reading.view, placement, ranges)
-    spec = replace(spec, rules=(*apart, *spec.rules))
-    return place_on_images(look, reading, spec, _of_biases(reading, placement, spec))
+    return place_on_images(look, reading, replace(spec, rules=(*apart, *spec.rules)))
 
 
 def first_batch(pieces: Iterator[Arrays]) -> Arrays:
@@ -699,12 +690,8 @@ def _other_placement(name: str) -> QuantizationError:
     )
 
 
-T = TypeVar("T")
-
 # Operators that a positive factor for each channel passes.
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
-# Batches that are looked at where they cannot be split into images.
-_BATCHES = 8
 # Bytes of tensors of all images that are kept.
 _KEPT = 1 << 30
 
@@ -720,33 +707,20 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
 
 
 class Looked:
-    """Images of a file's batches, and tensors of its graph on them, computed once where memory holds them.
-
-    Images are batches where those cannot be split. `ranges` are the lowest and highest values of tensors.
-    """
+    """Images of batches, and tensors of a file's graph on them, computed once if memory holds them."""
 
     def __init__(self, source: SourceFile, batches: Sequence[Arrays]) -> None:
-        self.source, self.batches, self.images = source, batches, images_of(source, batches)
-        self.expect((), ())
+        self.source, self.images = source, images_of(source, batches)
+        self.begin((), ())
 
-    def expect(self, names: Iterable[str], again: Iterable[str]) -> None:
-        """Look at the graph as it is now, and at these tensors together; those of `again` are kept."""
+    def begin(self, names: Iterable[str], again: Iterable[str]) -> None:
+        """Look at tensors of the graph as it is now, and keep those of `again`."""
         self.again, self.session, self.ranges = frozenset(again), None, dict[str, tuple[float, float]]()
         self.names, self.kept, self.room = self.again.union(names), dict[int, Mapping[str, Tensor]](), _KEPT
 
-    def on(self, work: Callable[[Sequence[Arrays]], T]) -> T:
-        """Return what `work` finds on the images."""
-        try:
-            return work(self.images)
-        except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
-            self.images = self.batches[:_BATCHES]
-            self.expect(self.names, self.again)
-            return work(self.images)
-
     def watch(self, names: Sequence[str], images: Sequence[Arrays]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield tensors, float32, on some of the images."""
         if not self.names.issuperset(names):
-            self.expect(names, ())
+            self.begin(names, ())
         session = self.session = self.session or FloatSession(self.source, sorted(self.names), threads=1)
         return in_order(partial(self._tensors, session, names), images, min(core_count(), AT_ONCE))
 
@@ -925,18 +899,19 @@ def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDAr
     return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)
 
 
-def place_on_images(look: Looked, reading: Reading, spec: QuantSpec, tensors: Sequence[str]) -> Placement:
-    """Place quantizers, with zero points from images where the specification looks at them.
-
-    `tensors` are others of the graph that are looked at next.
-    """
+def place_on_images(look: Looked, reading: Reading, spec: QuantSpec) -> Placement:
+    """Place quantizers, with zero points from images where the specification looks at them."""
     placement = place(reading.view, spec)
-    signed = signed_tensors(placement, spec)
-    if not (look.ranges.keys() >= set(signed) and look.again.issuperset(tensors)):
-        sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
-        fits = 4 * sum(sizes.get(name, 0) for name in {*signed, *tensors}) < _KEPT
-        look.expect(signed, tensors if fits else ())
-        look.ranges = look.on(partial(_ranges, look, signed)) if signed else {}
+    signed, weighted = signed_tensors(placement, spec), {site.path for site in placement.weights}
+    layers = [node.inputs[:1] for node in reading.view.nodes if node.path in weighted]
+    layers += [node.inputs for node in _products(reading, placement)]
+    again = {node.name for inputs in layers for node in inputs}
+    if not (look.ranges.keys() >= {*signed} and look.again >= again):
+        size = sum(4 * elements(node.shape) for node in reading.view.nodes if node.name in again.union(signed))
+        look.begin(signed, again if size < _KEPT else ())
+        for found in look.watch(signed, spread(look.images)) if signed else ():
+            for name in signed:
+                widen(look.ranges, name, found[name])
     if not signed:
         return placement
     index = Index(look.source)
@@ -947,16 +922,8 @@ def place_on_images(look: Looked, reading: Reading, spec: QuantSpec, tensors: Se
         value = index.value(others[0]) if len(made) == len(others) == 1 and others[0] in index.unchanging else None
         return None if value is None else torch.tensor(value, dtype=torch.float32)
 
-    seen = {name: look.ranges[name] for name in signed}
+    seen = {name: both for name, both in look.ranges.items() if name in signed}
     return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
-
-
-def _ranges(look: Looked, tensors: Sequence[str], images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-    for values in look.watch(tensors, spread(images)):
-        for name in tensors:
-            widen(found, name, values[name])
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -978,17 +945,13 @@ def correct_biases(
     reading: Reading,
     placement: Placement,
     amax: Mapping[str, Tensor],
-    images: Sequence[Arrays],
 ) -> tuple[str, ...]:
-    """Write the bias of each quantized layer so that the mean of its quantized results is right; return a note if any.
-
-    `index` is of the float graph that is looked at, and is changed.
-    """
+    """Write the bias of each quantized layer so that the mean of its results is right; return a note if any."""
     layers = _layers(reading, placement)
     if not layers:
         return ()
     means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    for found in look.watch([layer.input for layer in layers], spread(images)):
+    for found in look.watch([layer.input for layer in layers], spread(look.images)):
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
             x = found[layer.input]
@@ -1030,10 +993,6 @@ def _layers(reading: Reading, placement: Placement) -> list[_Layer]:
             )
         )
     return found
-
-
-def _of_biases(reading: Reading, placement: Placement, spec: QuantSpec) -> list[str]:
-    return [layer.input for layer in _layers(reading, placement)] if spec.bias_correction == "auto" else []
 
 
 def _site(layer: Node, sites: Mapping[tuple[str, str], ActivationSite]) -> ActivationSite | None:

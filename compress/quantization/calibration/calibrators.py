@@ -92,15 +92,6 @@ class Calibrator(ABC):
         self._changed(len(rows))
         self._observe(rows if rows.is_floating_point() else rows.float())
 
-    @torch.no_grad()
-    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
-        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
-
-        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor;
-        `signed` is False if values below `lowest`, or 0, do not matter.
-        """
-        return self._part(values, start, total, signed)
-
     def _bounded(self, x: Tensor) -> Tensor:
         return x.clamp_min(self.lowest) if self.lowest else x
 
@@ -185,8 +176,12 @@ class Calibrator(ABC):
         """Collect (channels, n) values, n > 0, one row if there is no axis; must not wait for the device."""
 
     @abstractmethod
-    def _part(self, values: Tensor, start: int, total: int, signed: bool) -> object:
-        """The statistics of a stretch of a tensor."""
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
+        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
+
+        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor;
+        `signed` is False if negative values do not matter.
+        """
 
     @abstractmethod
     def _add(self, parts: Sequence[Any]) -> None:
@@ -218,7 +213,7 @@ class MaxCalibrator(Calibrator):
             self._amax = torch.zeros(len(rows), device=rows.device)
         raise_amax(rows, self._amax)
 
-    def _part(self, values: Tensor, start: int, total: int, signed: bool) -> object:
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
         return row_amax(self._bounded(torch.stack(values.aminmax()))[None])
 
     def _add(self, parts: Sequence[Any]) -> None:
@@ -254,7 +249,7 @@ class HistogramCalibrator(Calibrator):
         self._counted = self._counted or self._empty(len(rows), rows.device)
         self._counted.add(rows)
 
-    def _part(self, values: Tensor, start: int, total: int, signed: bool) -> object:
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
         return self.part_of(drawn_from(values, start=start, total=total, signed=signed))
 
     def part_of(self, sample: Sample) -> Sample | Counted:
@@ -371,7 +366,7 @@ class LSQCalibrator(MaxCalibrator):
         super()._observe(rows)
         self._sums = self._sums_of(rows) + (0 if self._sums is None else self._sums)
 
-    def _part(self, values: Tensor, start: int, total: int, signed: bool) -> object:
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
         rows = self._bounded(values)[None]
         return row_amax(rows), self._sums_of(rows)
 

@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,19 +53,12 @@ def mean_inputs(x: Tensor, window: Window | None) -> Tensor:
     if window is None:
         return x.reshape(-1, x.shape[-1]).mean(0)
     count, sums = len(x), x.sum(0) if len(x) > 1 else x[0]
-    for i in reversed(range(len(window.kernel))):  # (C, sizes..., kernel...): each axis gives way to the window's taps
-        met, places = _met(window, i, sums.shape[i + 1])
-        sums, count = torch.tensordot(sums, met.to(sums), ([i + 1], [0])).movedim(-1, i + 1), count * places
+    for i, kernel in reversed([*enumerate(window.kernel)]):  # (C, sizes..., kernel...): each axis gives way to taps
+        places = torch.arange(-window.before[i], sums.shape[i + 1] + window.after[i])
+        places = places.unfold(0, window.dilations[i] * (kernel - 1) + 1, window.strides[i])[:, :: window.dilations[i]]
+        met = (places[..., None] == torch.arange(sums.shape[i + 1])).any(0).T.to(sums)  # (size, kernel)
+        sums, count = torch.tensordot(sums, met, ([i + 1], [0])).movedim(-1, i + 1), count * len(places)
     return sums / count
-
-
-@lru_cache(maxsize=256)
-def _met(window: Window, axis: int, size: int) -> tuple[Tensor, int]:
-    """Which places of an axis each tap of a window meets, (size, kernel), and the number of windows."""
-    dilation, reach = window.dilations[axis], window.dilations[axis] * (window.kernel[axis] - 1) + 1
-    places = torch.arange(-window.before[axis], size + window.after[axis])
-    places = places.unfold(0, reach, window.strides[axis])[:, ::dilation]
-    return (places[..., None] == torch.arange(size)).any(0).T.float(), len(places)
 
 
 def certain_shift(weight: Tensor, rounded: Tensor, means: Sequence[tuple[Tensor, Tensor]], groups: int) -> Tensor:
