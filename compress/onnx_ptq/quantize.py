@@ -715,7 +715,8 @@ class Looked:
 
     def begin(self, names: Iterable[str], again: Iterable[str]) -> None:
         """Look at tensors of the graph as it is now, and keep those of `again`."""
-        self.again, self.session, self.ranges = frozenset(again), None, dict[str, tuple[float, float]]()
+        self.session: FloatSession | None = None
+        self.again, self.ranges = frozenset(again), dict[str, tuple[float, float]]()
         self.names, self.kept, self.room = self.again.union(names), dict[int, Mapping[str, Tensor]](), _KEPT
 
     def watch(self, names: Sequence[str], images: Sequence[Arrays]) -> Iterator[Mapping[str, Tensor]]:
