@@ -250,7 +250,7 @@ _PIECE, _LEAST = 1 << 26, 3
 # Bytes of results up to which several pieces are computed at a time.
 _MEMORY = 1 << 30
 # Pieces that are computed at a time at most: their statistics are drawn by one interpreter.
-_AT_ONCE = 8
+AT_ONCE = 8
 # Change that other images beside it may make in an image's tensors, relative to their largest value: rounding.
 _SAME = 1e-4
 
@@ -286,7 +286,7 @@ def plan_for(feed: Arrays, size: int, *, apart: bool) -> Plan:
     whole = images_of(feed)
     images = max(_LEAST, _PIECE * whole // size) if apart and size else whole
     piece = size * min(images, whole) // max(whole, 1)
-    at_once = min(core_count(), _AT_ONCE, max(1, _MEMORY // max(piece, 1)))
+    at_once = min(core_count(), AT_ONCE, max(1, _MEMORY // max(piece, 1)))
     return Plan(
         images=images if images < whole else 0,
         at_once=at_once,
@@ -496,16 +496,16 @@ def _parts(
             if piece.images < piece.whole:
                 each = total // piece.images
                 start, total = each * piece.start, each * piece.whole
+            signed = site.format.signed and not site.format.lowest
             if total == 0:
                 found[site.name, tensor] = None
             elif isinstance(value, Blocked) and isinstance(watch, HistogramCalibrator):
-                signed = site.format.signed and not site.format.lowest
                 sample = samples.draw(value, start=start, total=total, signed=signed)
                 found[site.name, tensor] = watch.part_of(sample)
             else:
                 array = np.asarray(value)
                 x = torch.from_numpy(array if array.dtype in _PLAIN else array.astype(np.float32)).reshape(-1)
-                found[site.name, tensor] = watch.part(x, start=start, total=total)
+                found[site.name, tensor] = watch.part(x, start=start, total=total, signed=signed)
     return piece, found
 
 

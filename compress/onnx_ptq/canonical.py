@@ -48,7 +48,7 @@ from compress.onnx_graph import (
     transposed_pads,
     without_weights,
 )
-from compress.onnx_ptq.source import FloatSession, Index, SourceFile, known_results, one_image, raised
+from compress.onnx_ptq.source import FloatSession, Index, SourceFile, images_of, known_results, one_image, raised
 from compress.support.process import core_count
 
 _DOMAIN = "com.microsoft"
@@ -659,8 +659,8 @@ def results_for_one(source: SourceFile, feed: Arrays) -> Arrays:
 def images_apart(source: SourceFile, feed: Arrays) -> bool:
     # False for statistics of the batch, and for rows that are one set.
     alone = one_image(source.proto, feed)
-    if alone is None:
-        return False
+    if alone is None or images_of(feed) < 2:
+        return alone is not None
     session = FloatSession(source, known_results(source), threads=max(1, core_count() // 2))
     try:
         both, one = (session.run(feeds) for feeds in ({key: value[:2] for key, value in feed.items()}, alone))

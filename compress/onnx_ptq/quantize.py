@@ -18,12 +18,12 @@ import copy
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import length_hint
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -39,17 +39,19 @@ from compress.export.names import TARGET_KEY, added_tensor
 from compress.export.targets import OPSET as WIDE_OPSET
 from compress.export.targets import averages_without_padding, finish_for, shape_for
 from compress.onnx_graph import attribute, drop_unread, tensors_of
-from compress.onnx_ptq.calibrate import calibrate_graph
+from compress.onnx_ptq.calibrate import AT_ONCE, calibrate_graph, in_order
 from compress.onnx_ptq.canonical import canonical, comparison, images_apart, results_for_one, shape_outputs
 from compress.onnx_ptq.cast import OPSETS, cast_source, check_precision
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.source import (
     FloatSession,
     Index,
+    Shapes,
     SourceFile,
     Types,
     as_tensors,
     check_bounds,
+    elements,
     feeds,
     infer,
     inferred,
@@ -98,6 +100,7 @@ from compress.quantization.ptq.walk import IMAGES
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.quantization.sensitivity import Mended, mend
+from compress.support.process import core_count
 from compress.support.progress import Progress
 
 
@@ -205,8 +208,10 @@ def _quantized(
     looks = looks_at_layers(spec) or spec.bias_correction == "auto" or precision != "fp32"
     seen, pieces = _some_of(batches, first, pieces, original) if looks else ([first], pieces)
     source = replace(source, apart=not looks or images_apart(source, first))
+    look = Looked(source, seen)
+    known: tuple[Shapes, Types] | None = None
     if trained is None and looks_at_layers(spec):
-        rules, smoothing = scale_channels(source, first, seen, spec)
+        rules, smoothing, known = scale_channels(look, first, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
@@ -214,10 +219,11 @@ def _quantized(
     fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
-        improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
-    index, types, reading = _read(source, first, spec)
+        improved, pieces, known = improve_file(source, every, spec, progress=progress), iter(every[1:]), None
+        look.begin((), ())
+    index, types, reading = _read(source, first, spec, known)
     if fine_tuned is None:
-        placement = _placed(source, reading, first, seen, spec)
+        placement = _placed(look, reading, first, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
         with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(
@@ -228,7 +234,7 @@ def _quantized(
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     if fine_tuned is None and not improved.later and spec.bias_correction == "auto":
-        notes += on_images(partial(correct_biases, source, index, reading, placement, calibration.amax), source, seen)
+        notes += correct_biases(look, index, reading, placement, calibration.amax)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
     source, types, casting = _with_remainder(source, types, precision, seen)
     _finish(source, types, spec.only_target)
@@ -249,38 +255,41 @@ def _with_remainder(
     return source, types | casting.types | types_of(source.proto), casting
 
 
-def _read(source: SourceFile, feed: Arrays, spec: QuantSpec) -> tuple[Index, Types, Reading]:
-    index, shapes, types = inferred(source, feed)
+def _read(
+    source: SourceFile, feed: Arrays, spec: QuantSpec, known: tuple[Shapes, Types] | None = None
+) -> tuple[Index, Types, Reading]:
+    index, shapes, types = inferred(source, feed) if known is None else (Index(source, known[0]), *known)
     opened = TABLES[spec.only_target].opened
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(source), opened)
 
 
 def scale_channels(
-    source: SourceFile, first: Arrays, batches: Sequence[Arrays], spec: QuantSpec
-) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Scale channels of a float file in canonical form; in place; return rules for products that stay float, and notes.
-
-    `batches` are some of the calibration data.
-    """
-    _, _, reading = _read(source, first, spec)
-    placement = place_on_images(source, reading, spec, batches)
-    groups = _groups(source, reading, placement)
-    chosen = partial(
-        choose,
+    look: Looked, first: Arrays, spec: QuantSpec
+) -> tuple[tuple[Rule, ...], tuple[str, ...], tuple[Shapes, Types]]:
+    """Scale channels of a float file in canonical form, in place; return rules for products, notes, shapes, types."""
+    source = look.source
+    index, types, reading = _read(source, first, spec)
+    placement = place_on_images(look, reading, spec)
+    groups = _groups(index, reading, placement)
+    scales, rules = choose(
         groups,
         _products(reading, placement),
-        spec=spec,
-        watch=partial(_watch, source),
+        look.images,
+        spec,
+        watch=look.watch,
         consumer=partial(_consumer, reading),
         least=lambda _: 0.0,
     )
-    scales, rules = on_images(chosen, source, batches)
-    index, used = Index(source), list[ChannelScale]()
+    used, count = list[ChannelScale](), len(index.graph.node)
     for group in (group for group in groups if group.tensor in scales):
         if _write(index, reading, group, scales[group.tensor], spec.only_target):
             used.append(scales[group.tensor])
-            index = Index(source)
-    return rules, scaling_note(used)
+        if count != len(index.graph.node):
+            index, count = Index(source, index.shapes), len(index.graph.node)
+    if used:
+        look.begin((), ())
+    types |= dict.fromkeys(index.shapes.keys() - types.keys(), TensorProto.FLOAT)
+    return rules, scaling_note(used), (index.shapes, types)
 
 
 def _some_of(
@@ -299,13 +308,13 @@ def _some_of(
     return seen, itertools.chain(seen[1:], pieces)
 
 
-def _placed(source: SourceFile, reading: Reading, first: Arrays, seen: list[Arrays], spec: QuantSpec) -> Placement:
+def _placed(look: Looked, reading: Reading, first: Arrays, spec: QuantSpec) -> Placement:
     placement = place(reading.view, spec)
     shared = shared_tensors(placement)
-    found = FloatSession(source, dict.fromkeys(shared)).run(first) if shared else {}
+    found = FloatSession(look.source, dict.fromkeys(shared)).run(first) if shared else {}
     ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
     apart = concats_apart(reading.view, placement, ranges)
-    return place_on_images(source, reading, replace(spec, rules=(*apart, *spec.rules)), seen)
+    return place_on_images(look, reading, replace(spec, rules=(*apart, *spec.rules)))
 
 
 def first_batch(pieces: Iterator[Arrays]) -> Arrays:
@@ -430,7 +439,7 @@ def _network(
     if scaled := looks_at_layers(spec):
         source = replace(source, apart=images_apart(source, first))
         some = feeds(iter(data[:: -(-len(data) // IMAGES)]), inputs_of_file(original))
-        rules, _ = scale_channels(source, first, list(some), spec)
+        rules, *_ = scale_channels(Looked(source, list(some)), first, spec)
     made, index = converted(source, first), Index(source)
     own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
     return made, index, replace(own, smooth=None) if scaled else own
@@ -681,12 +690,10 @@ def _other_placement(name: str) -> QuantizationError:
     )
 
 
-T = TypeVar("T")
-
 # Operators that a positive factor for each channel passes.
 _THROUGH = frozenset({"Identity", "Relu", "LeakyRelu", "PRelu", "AveragePool", "GlobalAveragePool", "MaxPool"})
-# Batches that are looked at where they cannot be split into images.
-_BATCHES = 8
+# Bytes of tensors of all images that are kept.
+_KEPT = 1 << 30
 
 
 def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
@@ -699,24 +706,38 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
     return [{name: v[start : start + 1] if v.ndim else v for name, v in feed.items()} for feed, start in chosen]
 
 
-def on_images(work: Callable[[Sequence[Arrays]], T], source: SourceFile, batches: Sequence[Arrays]) -> T:
-    """Return what `work` finds on images of a file's batches, or on batches where they cannot be split."""
-    try:
-        return work(images_of(source, batches))
-    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
-        return work(batches[:_BATCHES])
+class Looked:
+    """Images of batches, and tensors of a file's graph on them, computed once if memory holds them."""
+
+    def __init__(self, source: SourceFile, batches: Sequence[Arrays]) -> None:
+        self.source, self.images = source, images_of(source, batches)
+        self.begin((), ())
+
+    def begin(self, names: Iterable[str], again: Iterable[str]) -> None:
+        """Look at tensors of the graph as it is now, and keep those of `again`."""
+        self.session: FloatSession | None = None
+        self.again, self.ranges = frozenset(again), dict[str, tuple[float, float]]()
+        self.names, self.kept, self.room = self.again.union(names), dict[int, Mapping[str, Tensor]](), _KEPT
+
+    def watch(self, names: Sequence[str], images: Sequence[Arrays]) -> Iterator[Mapping[str, Tensor]]:
+        if not self.names.issuperset(names):
+            self.begin(names, ())
+        session = self.session = self.session or FloatSession(self.source, sorted(self.names), threads=1)
+        return in_order(partial(self._tensors, session, names), images, min(core_count(), AT_ONCE))
+
+    def _tensors(self, session: FloatSession, names: Sequence[str], image: Arrays) -> Mapping[str, Tensor]:
+        kept = self.kept.get(id(image), {})
+        if kept.keys() >= set(names):
+            return kept
+        found = {name: torch.from_numpy(np.asarray(x, np.float32)) for name, x in session.run(image).items()}
+        again = {name: found[name] for name in self.again}
+        self.room -= sum(x.nbytes for x in again.values())
+        if self.room >= 0:
+            self.kept[id(image)] = again
+        return found
 
 
-def _watch(source: SourceFile, names: Iterable[str]) -> Callable[[Arrays], Mapping[str, Tensor]]:
-    session = FloatSession(source, names)
-    return lambda feed: {
-        name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in session.run(feed).items()
-    }
-
-
-def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[Group]:
-    index = Index(source)
-
+def _groups(index: Index, reading: Reading, placement: Placement) -> list[Group]:
     def plain(node: Node) -> bool:
         """True for a layer of float32 that reads the tensor and its weight as they are in the file."""
         if node.path not in reading.weights:
@@ -764,7 +785,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
             node.input[place] = index.add_constant(name, value.astype(np.float32))
             return
         factors = index.add_constant(f"{name}_scale", value.astype(np.float32))
-        node.input[place] = name
+        node.input[place], index.shapes[name] = name, value.shape
         at = next(i for i, each in enumerate(graph.node) if each is node or each.name == node.name)
         graph.node.insert(at, helper.make_node("Mul", [old, factors], [name], name=name))
 
@@ -774,6 +795,7 @@ def _write(index: Index, reading: Reading, group: Group, scale: ChannelScale, ta
         first = next(place for place, node in enumerate(graph.node) if group.tensor in node.output)
         constants = index.add_constant(f"{name}_scale", factor.reshape(shape))
         graph.node.insert(first + 1, helper.make_node("Mul", [group.tensor, constants], [name], name=name))
+        index.shapes[name] = group.layers[0].inputs[0].shape or ()
         for node in nodes:
             node.input[0] = name
     for node, position, value in plan or []:
@@ -878,14 +900,22 @@ def _times(old: NDArray[np.float32], factor: NDArray[Any], group: Group) -> NDAr
     return (old * (factor.reshape(1, -1, *(1,) * (rank - 2)) if group.convolution else factor)).astype(np.float32)
 
 
-def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batches: Sequence[Arrays]) -> Placement:
+def place_on_images(look: Looked, reading: Reading, spec: QuantSpec) -> Placement:
     """Place quantizers, with zero points from images where the specification looks at them."""
     placement = place(reading.view, spec)
-    tensors = signed_tensors(placement, spec)
-    if not tensors:
+    signed, weighted = signed_tensors(placement, spec), {site.path for site in placement.weights}
+    layers = [node.inputs[:1] for node in reading.view.nodes if node.path in weighted]
+    layers += [node.inputs for node in _products(reading, placement)]
+    again = {node.name for inputs in layers for node in inputs}
+    if not (look.ranges.keys() >= {*signed} and look.again >= again):
+        size = sum(4 * elements(node.shape) for node in reading.view.nodes if node.name in again.union(signed))
+        look.begin(signed, again if size < _KEPT else ())
+        for found in look.watch(signed, spread(look.images)) if signed else ():
+            for name in signed:
+                widen(look.ranges, name, found[name])
+    if not signed:
         return placement
-    seen = on_images(partial(_ranges, _watch(source, tensors)), source, batches)
-    index = Index(source)
+    index = Index(look.source)
 
     def constant(user: Node, node: Node) -> Tensor | None:
         made = reading.nodes.get(user.name, ())
@@ -893,15 +923,8 @@ def place_on_images(source: SourceFile, reading: Reading, spec: QuantSpec, batch
         value = index.value(others[0]) if len(made) == len(others) == 1 and others[0] in index.unchanging else None
         return None if value is None else torch.tensor(value, dtype=torch.float32)
 
+    seen = {name: both for name, both in look.ranges.items() if name in signed}
     return place(reading.view, spec, lowest_expected(reading.view, seen, constant))
-
-
-def _ranges(run: Callable[[Arrays], Mapping[str, Tensor]], images: Sequence[Arrays]) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-    for image in spread(images):
-        for name, x in run(image).items():
-            widen(found, name, x)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -918,25 +941,18 @@ class _Layer:
 
 @torch.no_grad()
 def correct_biases(
-    source: SourceFile,
+    look: Looked,
     index: Index,
     reading: Reading,
     placement: Placement,
     amax: Mapping[str, Tensor],
-    images: Sequence[Arrays],
 ) -> tuple[str, ...]:
-    """Write the bias of each quantized layer so that the mean of its quantized results is right; return a note if any.
-
-    `index` is of the float graph `source`, and is changed; at most `zero_points.LOOKED_AT` images, evenly spread, are
-    looked at.
-    """
+    """Write the bias of each quantized layer so that the mean of its results is right; return a note if any."""
     layers = _layers(reading, placement)
     if not layers:
         return ()
-    run = _watch(source, dict.fromkeys(layer.input for layer in layers))
     means: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-    for image in spread(images):
-        found = run(image)
+    for found in look.watch([layer.input for layer in layers], spread(look.images)):
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
             x = found[layer.input]

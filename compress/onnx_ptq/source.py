@@ -772,6 +772,7 @@ class Index(OnnxGraph):
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         name = super().add_constant(name, value)
         self.unchanging.add(name)
+        self.shapes[name] = value.shape
         return name
 
     def deciding(self) -> dict[str, NDArray[Any]]:

@@ -92,14 +92,6 @@ class Calibrator(ABC):
         self._changed(len(rows))
         self._observe(rows if rows.is_floating_point() else rows.float())
 
-    @torch.no_grad()
-    def part(self, values: Tensor, *, start: int, total: int) -> object:
-        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
-
-        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor.
-        """
-        return self._part(self._bounded(values), start, total)
-
     def _bounded(self, x: Tensor) -> Tensor:
         return x.clamp_min(self.lowest) if self.lowest else x
 
@@ -184,8 +176,12 @@ class Calibrator(ABC):
         """Collect (channels, n) values, n > 0, one row if there is no axis; must not wait for the device."""
 
     @abstractmethod
-    def _part(self, values: Tensor, start: int, total: int) -> object:
-        """The statistics of a stretch of a tensor."""
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
+        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
+
+        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor;
+        `signed` is False if negative values do not matter.
+        """
 
     @abstractmethod
     def _add(self, parts: Sequence[Any]) -> None:
@@ -217,8 +213,8 @@ class MaxCalibrator(Calibrator):
             self._amax = torch.zeros(len(rows), device=rows.device)
         raise_amax(rows, self._amax)
 
-    def _part(self, values: Tensor, start: int, total: int) -> object:
-        return row_amax(values[None])
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
+        return row_amax(self._bounded(torch.stack(values.aminmax()))[None])
 
     def _add(self, parts: Sequence[Any]) -> None:
         self._amax = torch.stack([*parts, *([] if self._amax is None else [self._amax])]).amax(0)
@@ -253,8 +249,8 @@ class HistogramCalibrator(Calibrator):
         self._counted = self._counted or self._empty(len(rows), rows.device)
         self._counted.add(rows)
 
-    def _part(self, values: Tensor, start: int, total: int) -> object:
-        return self.part_of(drawn_from(values, start=start, total=total))
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
+        return self.part_of(drawn_from(values, start=start, total=total, signed=signed))
 
     def part_of(self, sample: Sample) -> Sample | Counted:
         """What `part` does, from a sample of the stretch, without its memory; `amax` is without what is bounded."""
@@ -370,8 +366,9 @@ class LSQCalibrator(MaxCalibrator):
         super()._observe(rows)
         self._sums = self._sums_of(rows) + (0 if self._sums is None else self._sums)
 
-    def _part(self, values: Tensor, start: int, total: int) -> object:
-        return row_amax(values[None]), self._sums_of(values[None])
+    def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
+        rows = self._bounded(values)[None]
+        return row_amax(rows), self._sums_of(rows)
 
     def _add(self, parts: Sequence[Any]) -> None:
         super()._add([amax for amax, _ in parts])

@@ -269,16 +269,17 @@ class Sample:
         return replace(self, values=values, rest=rest)
 
 
-def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> Sample:
+def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None, signed: bool = True) -> Sample:
     """Sample (n,) values from place `start` of a tensor of `total` (None = n), and find the largest magnitude.
 
     No column or channel is preferred. The samples of all stretches of a tensor together are the tensor's.
+    `signed` is False if none is negative, or the largest is to be found.
     """
     numbers = values.float().numpy()  # whose operations begin sooner than those of torch, and use one thread
     total = numbers.size if total is None else total
     every = _every(total)
     if every < 2:
-        largest_of_all = float(largest_magnitude(numbers))
+        largest_of_all = float(largest_magnitude(numbers, signed=signed))
         return Sample(
             amax=largest_of_all, values=torch.from_numpy(numbers), rest=torch.from_numpy(numbers[:0]), every=1
         )
@@ -290,11 +291,11 @@ def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> S
     drawn = np.empty(before.size + (tail - head) // every + after.size, np.float32)
     numbers[:head].take(before, out=drawn[: before.size], mode="clip")
     numbers[tail:end].take(after, out=drawn[drawn.size - after.size :], mode="clip")
-    largest = [largest_magnitude(part) for part in (numbers[:head], numbers[tail:]) if part.size]
+    largest = [largest_magnitude(part, signed=signed) for part in (numbers[:head], numbers[tail:]) if part.size]
     rows, result = numbers[head:tail].reshape(-1, period), drawn[before.size : drawn.size - after.size]
     for i in range(0, len(rows), step := max(1, LOOK // period)):
         part = rows[i : i + step]
-        largest.append(largest_magnitude(part))
+        largest.append(largest_magnitude(part, signed=signed))
         part.take(place, axis=1, out=result[i * _STRATA : (i + step) * _STRATA].reshape(-1, _STRATA), mode="clip")
     drawn_values, rest = (torch.from_numpy(part) for part in (drawn, numbers[end:]))
     return Sample(amax=float(np.max(largest)), values=drawn_values, rest=rest, every=every)

@@ -52,7 +52,7 @@ def mean_inputs(x: Tensor, window: Window | None) -> Tensor:
     """The mean input at each tap of a layer's window, over images and places: (C, kernel...); (C,) if it is linear."""
     if window is None:
         return x.reshape(-1, x.shape[-1]).mean(0)
-    count, sums = len(x), x.sum(0)
+    count, sums = len(x), x.sum(0) if len(x) > 1 else x[0]
     for i, kernel in enumerate(window.kernel):  # (C, kernel..., sizes...): each axis gives way to the window's taps
         places = torch.arange(-window.before[i], sums.shape[i + 1] + window.after[i])
         places = places.unfold(0, window.dilations[i] * (kernel - 1) + 1, window.strides[i])[:, :: window.dilations[i]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import glob
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -49,8 +49,8 @@ from compress.quantization.ptq.rescaling import (
 from compress.quantization.ptq.walk import on_images, tensors_of
 
 T = TypeVar("T")
-# Makes a function that runs the float network on an image and returns the tensors of these names, float32.
-Watch = Callable[[Sequence[str]], Callable[[T], Mapping[str, Tensor]]]
+# Runs the float network on images and yields the tensors of these names, float32, of each.
+Watch = Callable[[Sequence[str], Sequence[T]], Iterable[Mapping[str, Tensor]]]
 
 # For linear layers and for convolutions: signal to noise of a result below which scales are tried, the gain that is
 # worth one, and the strengths that are tried. More of them for convolutions gave PP-OCRv4 2 dB on OpenVINO and took 1
@@ -148,10 +148,9 @@ def choose(
     """
     scales, rules = dict[str, ChannelScale](), list[Rule]()
     for part in parts_in_memory(groups, lambda group: _bytes(group.layers[0].inputs[0])):
-        run, generator = watch([group.tensor for group in part]), torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         samples: dict[str, list[Sample]] = {group.tensor: [] for group in part}
-        for image in images:
-            found = run(image)
+        for found in watch([group.tensor for group in part], images):
             for group in part:
                 x, convolution = found[group.tensor], group.convolution
                 taken = sample_of(x, convolution=convolution, images=len(images), generator=generator)
@@ -179,8 +178,7 @@ def poor_products(
     rules, asked = list[Rule](), spec.activations.resolved(whole=True)
     images = (images[1::2] or images)[:_PRODUCT_IMAGES]
     for part in parts_in_memory(products, lambda node: sum(map(_bytes, node.inputs))):
-        run = watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)))
-        found = [run(image) for image in images]
+        found = list(watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)), images))
         for node in part:
             left, right = (each.name for each in node.inputs)
             db = product_db([(values[left], values[right]) for values in found], asked)
@@ -251,13 +249,14 @@ def sample_of(x: Tensor, *, convolution: bool, images: int, generator: torch.Gen
         smallest = rows.norm(dim=1).topk(min(count // 3, len(rows)), largest=False).indices
         others = torch.randperm(len(rows), generator=generator)[: count - _LOUD - count // 3]
         return Sample(values=rows[torch.cat([largest, smallest, others])], ranges=rows.abs().amax(0))
-    ranges = x.movedim(1, -1).abs().reshape(-1, x.shape[1]).amax(0)
-    place = np.unravel_index(int(x[0].abs().argmax()), x.shape[1:])[1:]
+    planes = x.flatten(2).abs().amax(2)  # (n, C)
+    channel = int(planes[0].argmax())
+    place = np.unravel_index(int(x[0, channel].abs().argmax()), x.shape[2:])
     for axis, middle in enumerate(place, start=2):
         spare = x.shape[axis] - _CROP
         if spare > 0:
             x = x.narrow(axis, min(max(int(middle) - _CROP // 2, 0), spare), _CROP)
-    return Sample(values=x[:1].clone(), ranges=ranges)
+    return Sample(values=x[:1].clone(), ranges=planes.amax(0))
 
 
 def channel_scale(
@@ -497,7 +496,7 @@ def scale_channels(
         groups,
         products,
         spec=spec,
-        watch=lambda names: partial(tensors_of, graph_module, frozenset(names)),
+        watch=lambda names, images: map(partial(tensors_of, graph_module, frozenset(names)), images),
         consumer=partial(_consumer, graph_module),
         least=least,
     )
