@@ -309,7 +309,7 @@ def _pads_within_range(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 def _cast_pair(
     node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph, types: Collection[int]
 ) -> onnx.NodeProto | None:
-    """Return a pair like that before a Cast, with a scale of the new type; None if the type has no such scale."""
+    # Return a pair like that before a Cast, with a scale of the new type; None if the type has no such scale.
     scale, to = view.array(pair.input[1]), attribute(node, "to", 0)
     if scale is None or to not in types:
         return None
@@ -405,7 +405,8 @@ def _gated(
     nodes = [made_after(last, "Sigmoid", [x], gate)]
     if numbers is not None:  # the bytes of x, read with a scale of their own, are a x
         part, moved = (view.free(added_tensor(result, name)) for name in ("part", "moved"))
-        step = np.asarray(view.array(argument.input[1]) * np.float32(numbers[0]))
+        scale, _ = _of_bytes(argument, view) or (1.0, 0.0)
+        step = np.array(scale * numbers[0], np.float32)
         shift = (np.array(1, np.uint8), np.array(numbers[1], np.float32), np.array(0, np.uint8))
         own, *shifts = (view.add_constant(added_tensor(part, "constant"), value) for value in (step, *shift))
         ends = [view.add_constant(added_tensor(gate, "end"), np.array(end, np.float32)) for end in (0, 1)]
@@ -421,7 +422,7 @@ def _gated(
 
 def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxGraph) -> float:
     # The largest value of a gate whose argument comes from bytes.
-    scale, zero = (float(np.ravel(view.array(name))[0]) for name in argument.input[1:])
+    scale, zero = _of_bytes(argument, view) or (1.0, 0.0)
     largest = (255 - zero) * scale
     most = 1 / (1 + np.exp(-largest)) if numbers is None else min(numbers[0] * largest + numbers[1], 1.0)
     return max(most, 1 / 255)
@@ -437,18 +438,20 @@ def _pair_to(most: float, name: str, view: OnnxGraph) -> list[onnx.NodeProto]:
 def _bytes(name: str, view: OnnxGraph) -> onnx.NodeProto | None:
     # The DequantizeLinear that makes a tensor of bytes with one float32 scale.
     node = view.producers.get(name)
-    return node if node is not None and node.op_type == "DequantizeLinear" and _is_of_bytes(node, view) else None
+    return node if node is not None and node.op_type == "DequantizeLinear" and _of_bytes(node, view) else None
 
 
-def _is_of_bytes(node: onnx.NodeProto, view: OnnxGraph) -> bool:
-    scale, zero = (view.array(name) for name in node.input[1:]) if len(node.input) == 3 else (None, None)
-    whole = scale is not None and zero is not None and scale.size == 1
-    return whole and scale.dtype == np.float32 and zero.dtype == np.uint8
+def _of_bytes(node: onnx.NodeProto, view: OnnxGraph) -> tuple[float, float] | None:
+    # Scale and zero point of a Quantize- or DequantizeLinear of uint8 with one float32 scale.
+    scale, zero = map(view.array, node.input[1:]) if len(node.input) == 3 else (None, None)
+    if scale is None or zero is None or scale.size != 1 or scale.dtype != np.float32 or zero.dtype != np.uint8:
+        return None
+    return float(scale.reshape(())), float(zero.reshape(()))
 
 
 def _quantized_alone(name: str, view: OnnxGraph) -> bool:
     reader = view.alone(name)
-    return reader is not None and reader.op_type == "QuantizeLinear" and _is_of_bytes(reader, view)
+    return reader is not None and reader.op_type == "QuantizeLinear" and _of_bytes(reader, view) is not None
 
 
 def _dequantized(name: str, view: OnnxGraph) -> str | None:
@@ -480,7 +483,7 @@ def bounded_softmaxes(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodePr
 def _limited(
     node: onnx.NodeProto, kind: str, limit: NDArray[Any], parts: tuple[str, str], view: OnnxGraph
 ) -> list[onnx.NodeProto]:
-    """Return a node and, before it, the Min or Max of its first input with a constant; `parts` name the two tensors."""
+    # Return a node and, before it, the Min or Max of its first input with a constant; `parts` name the two tensors.
     name = view.free(added_tensor(node.output[0], parts[0]))
     constant = view.add_constant(added_tensor(node.output[0], parts[1]), limit)
     made = made_after(node, kind, [node.input[0], constant], name)

@@ -380,7 +380,7 @@ def _request_residual(
 
 
 def _ends_float(node: Node, table: TargetTable) -> bool:
-    """True if a tensor goes to norms in float and to the outputs alone, also moved or through activations and sums."""
+    # True if a tensor goes to norms in float and to the outputs alone, also moved or through activations and sums.
     moves = ("activation", "movement", "passing")
     return all(
         user.kind == "output"
@@ -661,7 +661,7 @@ def _origins(
 
 
 def _takes_joined(tensor: Node, commutes: frozenset[str], taken: bool = False) -> bool:
-    """True if a tensor is a part of a concat's result, of a roll's, or of a concat along another axis than channels."""
+    # True if a tensor is a part of a concat's result, of a roll's, or of a concat along another axis than channels.
     if tensor.kind == "roll":  # two parts joined along its axis
         return True
     if tensor.kind == "concat":
