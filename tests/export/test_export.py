@@ -618,6 +618,16 @@ def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
     assert any(node.name.startswith("/pool") for node in onnx.load(path).graph.node)
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
+def test_layers_after_uneven_maxima_are_in_integers(target, tmp_path):
+    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveMaxPool2d((3, 5)), nn.Flatten(), nn.Linear(60, 4))
+    model, x = pooled.eval(), torch.randn(4, 3, 10, 10)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
+    path = compress.export_onnx(qmodel, x, tmp_path / "model.onnx")
+    assert compress.audit_onnx(path).int8_share == 1
+    assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 28
+
+
 @pytest.mark.parametrize("kind", [nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d])
 @pytest.mark.parametrize("size", [(3, 5), (11, 8), (None, 3)])
 def test_windows_of_several_sizes_are_slices(size, kind, tmp_path):

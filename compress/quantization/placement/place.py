@@ -652,12 +652,20 @@ def _origins(
     if tensor.kind == "concat" and tensor not in apart:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
     filled = bool(tensor.tensors) and tensor.tensors[0].filling != 0  # a maximum of -1e9 and x holds x alone
-    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not filled and not tensor.converts:
+    moved = tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not tensor.converts
+    if moved and not filled and not _has_uneven_windows(tensor):
         return _origins(tensor.tensors[0], tensor, commutes, joined, apart)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):
         return _origins(split.tensors[0], split, commutes, joined, apart)
     return [(tensor, consumer)]
+
+
+def _has_uneven_windows(node: Node) -> bool:
+    # True for an adaptive maximum that files have as maxima of slices, through which engines take no pair.
+    source = node.tensors[0].shape if node.kind == "adaptive_max_pool" else None
+    sizes = zip((source or ())[2:], (node.shape or ())[2:], strict=True) if source and node.shape else ()
+    return any(before % after for before, after in sizes)
 
 
 def _takes_joined(tensor: Node, commutes: frozenset[str], taken: bool = False) -> bool:
