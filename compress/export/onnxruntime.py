@@ -350,7 +350,7 @@ _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 def scaled_in_integers(proto: onnx.ModelProto) -> None:
     """Put pairs around every product of a quantized tensor and a gate (squeeze and excite): a QLinearMul.
 
-    A gate's range follows from that of its argument.
+    Error: the tensor and the gate, whose range follows from its argument's, are rounded.
     """
     view = OnnxGraph(proto.graph)
     if view.rewrite(partial(_scaled, view=view)):
@@ -377,9 +377,8 @@ def _scaled(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | Non
 def activations_in_integers(proto: onnx.ModelProto) -> None:
     """Write every SiLU and hard-swish between pairs of uint8 as x times a gate between pairs, in place.
 
-    ONNX Runtime has no such activation in integers. In float it takes 2 to 3 times as long.
+    ONNX Runtime has none in integers. Error: the gate is rounded, about half a step of the result at the largest x.
     """
-    # The gate is rounded to 255 steps of its range: half a step of the result at the largest x, less elsewhere.
     if opset_of(proto) < 11:  # whose Clip has its limits as attributes
         return
     view = OnnxGraph(proto.graph)
