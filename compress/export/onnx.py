@@ -617,9 +617,11 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if program is None:
         raise ExportError("torch.onnx returned no model")
     graph = program.model.graph
-    for value in [value for node in graph for value in node.outputs if value not in graph.outputs]:
+    values = [value for node in graph for value in node.outputs if value not in graph.outputs]
+    taken = {value.name or "" for value in (*values, *graph.inputs, *graph.outputs, *graph.initializers.values())}
+    for value in values:
         if value.name in results:  # torch.onnx calls results of functions `mean` or `softmax`, as callers call theirs
-            value.name = f"{value.name}_inner"
+            value.name = free_name(f"{value.name}_inner", taken)
     if spec.dynamic_batch:
         _check_batch(program.model_proto)
     return program.model_proto

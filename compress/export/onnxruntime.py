@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -216,7 +216,7 @@ def repeat_pairs(
             passed = node.op_type in _MOVED_THROUGH and len(view.consumers.get(name, ())) < 2
             if not everywhere and ((passed if after is None else not after(node)) or name not in wanted):
                 continue
-            again = _pair(name, pair, view)
+            again = _pair(name, pair.input[1:], view)
             nodes += again
             first[again[1].output[0]] = pair
             for consumer in view.consumers.get(name, ()):
@@ -333,18 +333,26 @@ def _alike(a: onnx.NodeProto, b: onnx.NodeProto, view: OnnxGraph) -> bool:
     )
 
 
-def _pair(name: str, like: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]:
+def _pair(name: str, numbers: Sequence[str], view: OnnxGraph) -> list[onnx.NodeProto]:
+    # A pair for a tensor, with the scale and zero point of these names.
     parts = ("quantized_again", "dequantized_again", "QuantizeLinear_again", "DequantizeLinear_again")
     integers, result, quantize, dequantize = (view.free(added_tensor(name, part)) for part in parts)
     return [
-        helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
-        helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),
+        helper.make_node("QuantizeLinear", [name, *numbers], [integers], name=quantize),
+        helper.make_node("DequantizeLinear", [integers, *numbers], [result], name=dequantize),
     ]
 
 
 # Activations that are x times a gate: a and b of clip(a x + b, 0, 1), or None for a sigmoid.
 _GATED: dict[str, tuple[float, float] | None] = {"silu": None, "hardswish": (1 / 6, 1 / 2)}
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
+
+
+class _Bytes(NamedTuple):
+    # A QuantizeLinear or DequantizeLinear of uint8 with one float32 scale, its scale and its zero point.
+    node: onnx.NodeProto
+    scale: float
+    zero: float
 
 
 def scaled_in_integers(proto: onnx.ModelProto) -> None:
@@ -368,7 +376,7 @@ def _scaled(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | Non
         if image is None or argument is None or _bytes(image, view) is None:
             return None
         options = [attribute(source, name, default) for name, default in (("alpha", 0.2), ("beta", 0.5))]
-        pair = _pair_to(_most(argument, options if source.op_type == "HardSigmoid" else None, view), gate, view)
+        pair = _pair_to(_most(argument, options if source.op_type == "HardSigmoid" else None), gate, view)
         node.input[:] = [image, pair[1].output[0]]
         return [*pair, node]
     return None
@@ -397,32 +405,30 @@ def activations_in_integers(proto: onnx.ModelProto) -> None:
 
 
 def _gated(
-    numbers: tuple[float, float] | None, argument: onnx.NodeProto, last: onnx.NodeProto, view: OnnxGraph
+    numbers: tuple[float, float] | None, argument: _Bytes, last: onnx.NodeProto, view: OnnxGraph
 ) -> list[onnx.NodeProto]:
-    x, result = argument.output[0], last.output[0]
+    x, result = argument.node.output[0], last.output[0]
     gate = view.free(added_tensor(result, "gate"))
     nodes = [made_after(last, "Sigmoid", [x], gate)]
     if numbers is not None:  # the bytes of x, read with a scale of their own, are a x
         part, moved = (view.free(added_tensor(result, name)) for name in ("part", "moved"))
-        scale, _ = _of_bytes(argument, view) or (1.0, 0.0)
-        step = np.array(scale * numbers[0], np.float32)
+        step = np.array(argument.scale * numbers[0], np.float32)
         shift = (np.array(1, np.uint8), np.array(numbers[1], np.float32), np.array(0, np.uint8))
         own, *shifts = (view.add_constant(added_tensor(part, "constant"), value) for value in (step, *shift))
         ends = [view.add_constant(added_tensor(gate, "end"), np.array(end, np.float32)) for end in (0, 1)]
         nodes = [
-            made_after(last, "DequantizeLinear", [argument.input[0], own, argument.input[2]], part),
+            made_after(last, "DequantizeLinear", [argument.node.input[0], own, argument.node.input[2]], part),
             made_after(last, "DequantizeLinear", shifts, b := view.free(added_tensor(result, "shift"))),
             made_after(last, "Add", [part, b], moved),
             made_after(last, "Clip", [moved, *ends], gate),  # which ONNX Runtime leaves to the pair after it
         ]
-    pair = _pair_to(_most(argument, numbers, view), gate, view)
+    pair = _pair_to(_most(argument, numbers), gate, view)
     return [*nodes, *pair, made_after(last, "Mul", [x, pair[1].output[0]], result, last.name)]
 
 
-def _most(argument: onnx.NodeProto, numbers: Sequence[float] | None, view: OnnxGraph) -> float:
+def _most(argument: _Bytes, numbers: Sequence[float] | None) -> float:
     # The largest value of a gate whose argument comes from bytes.
-    scale, zero = _of_bytes(argument, view) or (1.0, 0.0)
-    largest = (255 - zero) * scale
+    largest = (255 - argument.zero) * argument.scale
     most = 1 / (1 + np.exp(-largest)) if numbers is None else min(numbers[0] * largest + numbers[1], 1.0)
     return max(most, 1 / 255)
 
@@ -431,26 +437,25 @@ def _pair_to(most: float, name: str, view: OnnxGraph) -> list[onnx.NodeProto]:
     # A pair of uint8 for a tensor between 0 and `most`.
     scale = view.add_constant(added_tensor(name, "step"), np.array(most / 255, np.float32))
     zero = view.add_constant(added_tensor(name, "zero"), np.array(0, np.uint8))
-    return _pair(name, helper.make_node("DequantizeLinear", ["", scale, zero], [""]), view)
+    return _pair(name, [scale, zero], view)
 
 
-def _bytes(name: str, view: OnnxGraph) -> onnx.NodeProto | None:
-    # The DequantizeLinear that makes a tensor of bytes with one float32 scale.
-    node = view.producers.get(name)
-    return node if node is not None and node.op_type == "DequantizeLinear" and _of_bytes(node, view) else None
+def _bytes(name: str, view: OnnxGraph) -> _Bytes | None:
+    # The DequantizeLinear of bytes that a tensor is the result of.
+    return _of_bytes(view.producers.get(name), "DequantizeLinear", view)
 
 
-def _of_bytes(node: onnx.NodeProto, view: OnnxGraph) -> tuple[float, float] | None:
-    # Scale and zero point of a Quantize- or DequantizeLinear of uint8 with one float32 scale.
+def _of_bytes(node: onnx.NodeProto | None, kind: str, view: OnnxGraph) -> _Bytes | None:
+    if node is None or node.op_type != kind:
+        return None
     scale, zero = map(view.array, node.input[1:]) if len(node.input) == 3 else (None, None)
     if scale is None or zero is None or scale.size != 1 or scale.dtype != np.float32 or zero.dtype != np.uint8:
         return None
-    return float(scale.reshape(())), float(zero.reshape(()))
+    return _Bytes(node, float(scale.reshape(())), float(zero.reshape(())))
 
 
 def _quantized_alone(name: str, view: OnnxGraph) -> bool:
-    reader = view.alone(name)
-    return reader is not None and reader.op_type == "QuantizeLinear" and _of_bytes(reader, view) is not None
+    return _of_bytes(view.alone(name), "QuantizeLinear", view) is not None
 
 
 def _dequantized(name: str, view: OnnxGraph) -> str | None:

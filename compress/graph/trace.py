@@ -480,7 +480,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """True if a graph computes in training mode what the model does, random numbers and written tensors included."""
+    """True if graph and model agree in training mode: in results, random numbers, and the tensors that they write."""
     before = {name: tensor.detach().clone() for name, tensor in _tensors(model)}
     results = []
     for network in (model, graph_module):

@@ -214,7 +214,7 @@ class _Lifting:
     def _quantize(self, node: onnx.NodeProto) -> None:
         source, result = node.input[0], node.output[0]
         if source in self.index.unchanging:  # a weight that is quantized when the file is loaded
-            self.real[result] = self._points(*[*node.input[1:], ""][:2])
+            self.real[result] = self._points(*_two(node.input[1:]))
             self._add("Identity", [source], result, node)
             return
         before = self.index.producers.get(source)
@@ -240,7 +240,7 @@ class _Lifting:
     def _dequantize(self, node: onnx.NodeProto) -> None:
         source, result = node.input[0], node.output[0]
         if source in self.real:
-            self._add(*self._read_again(source, *self._points(*[*node.input[1:], ""][:2])), result, node)
+            self._add(*self._read_again(source, *self._points(*_two(node.input[1:]))), result, node)
         elif source in self.index.unchanging:
             key = (*node.input, *(one.SerializeToString() for one in node.attribute))
             if key not in self.constants:
@@ -269,7 +269,7 @@ class _Lifting:
 
     def _dequantized(self, node: onnx.NodeProto, value: NDArray[Any]) -> NDArray[Any]:
         """Return (q - zero point) * scale, with one scale, or one for each part or block along an axis."""
-        scales, zeros = self._points(node.input[1], node.input[2] if len(node.input) > 2 else "")
+        scales, zeros = self._points(*_two(node.input[1:]))
         axis, block = attribute(node, "axis", 1), attribute(node, "block_size", 0)
         if scales.ndim > 1:
             axis %= value.ndim

@@ -156,7 +156,8 @@ def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is
 
 
 def test_parameters_that_training_averages_are_those_of_the_model():
-    def nearest(s, x):  # as a vector quantizer, whose code book follows what it is given
+    # A vector quantizer: in training mode it moves the vectors of its codebook towards its inputs.
+    def nearest(s, x):
         rows = s.a(x).permute(0, 2, 3, 1).flatten(0, 2)
         index = (rows @ s.book.weight.t() - s.book.weight.square().sum(1) / 2).argmax(1)
         if s.training:

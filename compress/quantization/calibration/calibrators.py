@@ -177,9 +177,9 @@ class Calibrator(ABC):
 
     @abstractmethod
     def part(self, values: Tensor, *, start: int, total: int, signed: bool = True) -> object:
-        """What `collect_parts` needs of a stretch, (n,), of a tensor on the CPU; several threads may call it.
+        """Return the statistics of n consecutive values of a tensor on the CPU, for `collect_parts`; thread-safe.
 
-        The result does not refer to the memory of `values`. `start` is the place of the first value in the tensor;
+        The result does not refer to the memory of `values`. `start` is the index of the first value in the tensor;
         `signed` is False if negative values do not matter.
         """
 

@@ -664,8 +664,7 @@ def _origins(
 def _has_uneven_windows(node: Node) -> bool:
     # True for an adaptive maximum that files have as maxima of slices, through which engines take no pair.
     source = node.tensors[0].shape if node.kind == "adaptive_max_pool" else None
-    sizes = zip((source or ())[2:], (node.shape or ())[2:], strict=True) if source and node.shape else ()
-    return any(before % after for before, after in sizes)
+    return any(before % after for before, after in zip(source or (), node.shape or (), strict=False))
 
 
 def _takes_joined(tensor: Node, commutes: frozenset[str], taken: bool = False) -> bool:
