@@ -1,6 +1,7 @@
 """Rewrites a float ONNX graph, in place and without changing what it computes, so that its layers can be quantized.
 
 - local functions are inlined, and nodes without a name get one;
+- Identity operations are left out;
 - the opset is raised to the one that Q/DQ needs;
 - operators that ONNX Runtime's optimizers fuse are written in ONNX's own: no other engine knows them;
 - an Einsum that is a product of two matrices is a MatMul, and an Attention is its two products and a Softmax;
@@ -207,6 +208,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _read_small(source)
     notes += open_fused(source)
     for rewrite, text in (
+        (drop_identities, "{} Identity operations are left out"),
         (sizes_in_weights, "sizes that weights are computed with are written as constants (operations: {})"),
         (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
@@ -250,6 +252,24 @@ def name_nodes(graph: onnx.GraphProto) -> None:
         while node.input and not node.input[-1]:
             node.input.pop()
         node.name = free_name(node.name or f"{node.op_type}_{next(filter(None, node.output), '')}", seen)
+
+
+def drop_identities(source: SourceFile) -> int:
+    # Between a layer and what follows it they hide what can be folded and what engines fuse.
+    index, kept = Index(source), list[onnx.NodeProto]()
+    results = {value.name for value in index.graph.output}
+    for node in index.graph.node:
+        if node.op_type != "Identity" or node.output[0] in results:
+            kept.append(node)
+            continue
+        readers = index.consumers.pop(node.output[0], [])
+        for reader in readers:
+            consumed_as(reader, node.output[0], node.input[0])
+        index.consumers.setdefault(node.input[0], []).extend(readers)
+    count = len(index.graph.node) - len(kept)
+    if count:
+        index.replace_nodes(kept)
+    return count
 
 
 def sizes_in_weights(source: SourceFile) -> int:
