@@ -255,7 +255,8 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def drop_identities(source: SourceFile) -> int:
-    # Between a layer and what follows it they hide what can be folded and what engines fuse.
+    # Between a layer and what follows it they hide what can be folded and what engines fuse; so does an unread reader.
+    drop_unread(source.proto.graph)
     index, kept = Index(source), list[onnx.NodeProto]()
     results = {value.name for value in index.graph.output}
     for node in index.graph.node:

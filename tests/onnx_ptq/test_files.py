@@ -611,18 +611,22 @@ def test_weights_that_are_computed_of_constants(tmp_path):
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_nothing_unread_stays(target, tmp_path):
-    # Weights that are Constant nodes, folded with the scale and bias after them; one operator that nothing reads.
+    # Weights that are Constant nodes, folded with the scale and bias after them, also past Identity operations as
+    # Paddle's exporter writes them; one operator that nothing reads.
     values = {"w": weights(8, 3, 3, 3), "scale": weights(8, 1, 1) + 2, "bias": weights(8, 1, 1)}
     nodes = [
         *(helper.make_node("Constant", [], [k], value=numpy_helper.from_array(v)) for k, v in values.items()),
         helper.make_node("Conv", ["x", "w"], ["c"], name="convolution"),
-        helper.make_node("Mul", ["c", "scale"], ["m"]),
-        helper.make_node("Add", ["m", "bias"], ["y"]),
-        helper.make_node("Relu", ["c"], ["nobody"]),
+        helper.make_node("Identity", ["c"], ["same"]),
+        helper.make_node("Mul", ["same", "scale"], ["m"]),
+        helper.make_node("Identity", ["m"], ["product"]),
+        helper.make_node("Add", ["product", "bias"], ["y"]),
+        helper.make_node("Relu", ["same"], ["nobody"]),
     ]
     onnx.save(model_of(nodes, {}), tmp_path / "float.onnx")
     path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=compress.QuantSpec(target=target))
     graph = onnx.load(path).graph
+    assert {"Mul", "Add", "Identity"}.isdisjoint(node.op_type for node in graph.node)
     read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     assert read >= {name for node in graph.node for name in node.output} | {tensor.name for tensor in graph.initializer}
     x = PICTURES[:2, :, :8, :8].copy()
