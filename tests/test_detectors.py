@@ -436,8 +436,7 @@ def test_a_detr_finds_the_boxes_that_transformers_does_and_learns_all_layers(fam
     torch.manual_seed(0)
     model = detr.Detr(3, width=32, layers=2, queries=20, family=family).eval()
     x = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        mine, found = detr.decode(model(x)), model.detector(x)
+    mine, found = detr.decode(model(x)), model.detector(x)
     sizes = torch.full((2, 2), detr.SIDE)
     others = transformers.RTDetrImageProcessor().post_process_object_detection(found, 0.0, sizes)
     for one, other in zip(mine, others, strict=True):

@@ -31,8 +31,7 @@ def same(model, x, more=None):
     model.eval()
     graph = canonical_graph(model, x)
     for inputs in (x, more if more is not None else torch.cat([x, x[:1]])):
-        with torch.no_grad():
-            torch.testing.assert_close(graph(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(graph(inputs), model(inputs), rtol=1e-4, atol=1e-5)
     return graph
 
 
@@ -318,8 +317,7 @@ def test_torchs_transformers_with_masks_are_quantized(case, tmp_path):
     make, call, masks = MASKED[case]
     model, inputs = Called(call, inner=make()).eval(), (TOKENS, *masks)
     graph, products = canonical_graph(model, inputs), 6 if make is encoder else 17
-    with torch.no_grad():
-        torch.testing.assert_close(graph(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(graph(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
     assert leaves_of(graph) == () and "attention" not in kinds(graph)
     if case != "decoder's":
         return
@@ -328,9 +326,8 @@ def test_torchs_transformers_with_masks_are_quantized(case, tmp_path):
     assert [row.int8 for row in audit_onnx(path).rows] == [True] * products
     session = open_session(path)
     (found,) = session.run(None, {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), qmodel(*inputs), rtol=1e-3, atol=1e-4)
-        assert (qmodel(*inputs) - model(*inputs)).norm() < 0.03 * model(*inputs).norm()
+    torch.testing.assert_close(torch.from_numpy(found), qmodel(*inputs), rtol=1e-3, atol=1e-4)
+    assert (qmodel(*inputs) - model(*inputs)).norm() < 0.03 * model(*inputs).norm()
 
 
 def test_results_that_show_padding_are_those_of_training_and_said():
@@ -341,8 +338,7 @@ def test_results_that_show_padding_are_those_of_training_and_said():
     with pytest.warns(CompressWarning, match="src_key_padding_mask hides"):
         graph = canonical_graph(model, inputs)
     torch.testing.assert_close(graph(*inputs), model(*inputs))  # with gradients, torch takes no fast path
-    with torch.no_grad():
-        assert not model(*inputs)[1, 3:].any() and torch.backends.mha.get_fastpath_enabled()
+    assert not model(*inputs)[1, 3:].any() and torch.backends.mha.get_fastpath_enabled()
 
 
 def folded(model, x):

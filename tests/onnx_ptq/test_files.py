@@ -199,8 +199,7 @@ def test_what_engines_load_and_the_checker_refuses_is_read(case, tmp_path):
     assert len(compress.audit_onnx(tmp_path / "m.onnx").rows) == 2
     (found,) = compress.build_engine(tmp_path / "m.onnx", "onnxruntime").run({"x": x}).values()
     np.testing.assert_array_equal(found, expected)
-    with torch.no_grad():
-        found = compress.from_onnx(tmp_path / "m.onnx", torch.from_numpy(x))(torch.from_numpy(x))
+    found = compress.from_onnx(tmp_path / "m.onnx", torch.from_numpy(x))(torch.from_numpy(x))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -35,8 +35,7 @@ def test_computes_what_the_model_does(tmp_path, name, folded):
     model = made(name)
     network = compress.from_onnx(export(model, tmp_path / "m.onnx", folded=folded), torch.randn(2, 3, 16, 16))
     x = torch.randn(5, 3, 16, 16)  # of another batch size than the example
-    with torch.no_grad():
-        torch.testing.assert_close(network(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(network(x), model.eval()(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -325,8 +325,7 @@ def renamed(path, name):
 def test_a_run_is_used_from_another_folder_and_its_recipe_stays_as_it_was_written(begun_elsewhere, monkeypatch):
     again = finished_run(begun_elsewhere)
     assert again.recipe.data.root == str(begun_elsewhere.parent / "images")
-    with torch.no_grad():
-        answers = network(again, Variant.PTQ)(again.example)
+    answers = network(again, Variant.PTQ)(again.example)
     assert recipe_of(begun_elsewhere) == parse_recipe(PLACES)
     monkeypatch.chdir(begun_elsewhere.parent)
     at_home = finished_run(begun_elsewhere)

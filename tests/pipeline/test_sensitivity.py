@@ -199,8 +199,7 @@ def test_a_run_keeps_what_it_improved(tmp_path):
     assert not (tmp_path / "run" / "ptq.adaround").exists()
     again = ptq_step(dataclasses.replace(this, notes=[]), model)  # finished: read from its file
     x = this.example
-    with torch.no_grad():
-        torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
     plain = dataclasses.replace(recipe, quantization=dataclasses.replace(recipe.quantization, equalize=False))
     assert plain.digest() != recipe.digest()
 
@@ -229,8 +228,7 @@ def test_a_finished_step_is_read_without_what_was_taken_back(tmp_path):
     assert made.report.comparison.taken_back == ("relu6",)
     assert any("taken back" in note for note in this.all_notes())
     again = ptq_step(this, model)
-    with torch.no_grad():
-        torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
+    torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

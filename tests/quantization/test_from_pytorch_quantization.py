@@ -60,8 +60,7 @@ def calibrated(model, x=X):
 
 def same(model, x=X):
     ours = compress.from_pytorch_quantization(model, x[:2])
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-5)
     return ours
 
 
@@ -149,8 +148,7 @@ def test_a_torchvision_model_made_under_their_patch_of_torch():
     names = [name for name, _ in quantizers(ours)]
     assert len([name for name in names if name.endswith("weight_quantizer")]) == 21
     assert type(ours.get_submodule("layer1.0.conv1")) is QuantConv2d
-    with torch.no_grad():
-        torch.testing.assert_close(ours(X), model(X), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(X), model(X), rtol=1e-5, atol=1e-5)
 
 
 def test_importing_compress_under_their_patch_is_refused():

@@ -468,9 +468,8 @@ def test_own_loss_and_metric_train_a_quantized_network():
     qmodel = compress.quantize(network().eval(), IMAGES[:2], loader)
     before = [parameter.clone() for parameter in qmodel.parameters()]
     report = compress.fit(qmodel, loader, SPEC, val=loader, loss=squared, metric=accuracy)
-    with torch.no_grad():
-        parts = [x.contiguous(memory_format=torch.channels_last) for x in IMAGES.split(8)]  # as `fit` evaluates
-        outputs = torch.cat([*map(qmodel.eval(), parts)])
+    parts = [x.contiguous(memory_format=torch.channels_last) for x in IMAGES.split(8)]  # as `fit` evaluates
+    outputs = torch.cat([*map(qmodel.eval(), parts)])
     assert not any(torch.equal(a, b) for a, b in zip(before, qmodel.parameters(), strict=True) if b.ndim > 1)
     assert report.final.loss == pytest.approx(squared(outputs, TARGETS).item())
     assert report.final.values["accuracy"] == pytest.approx(accuracy(outputs, TARGETS).item())

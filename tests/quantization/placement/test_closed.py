@@ -48,8 +48,7 @@ def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
     first, gate, branch, last = layers_with_quantized_weights(out)
     assert first and last and not branch
     assert gate == (target != "onnxruntime")  # its kernels want a pair on both sides
-    with torch.no_grad():
-        wanted = model(X)
+    wanted = model(X)
     assert (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
 
 
@@ -105,8 +104,7 @@ def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(make,
     model, out = make().eval(), tmp_path / "int8.onnx"
     made = quantized_file(source, model, X, compress.QuantSpec(target=target), out)
     assert source == "file" or any("far apart" in row.reason for row in made.placement.decisions)
-    with torch.no_grad():
-        wanted = model(X)
+    wanted = model(X)
     noise = (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean()
     assert noise < 2e-3 * wanted.pow(2).mean()  # one scale for all: 0.05 to 0.15
 
@@ -154,8 +152,7 @@ def test_onnx_runtime_computes_a_layer_that_stays_float_in_float(layer, tmp_path
     spec = compress.QuantSpec(target="onnxruntime", rules=(compress.Rule(match="2", enable=False),))
     out = tmp_path / "q.onnx"
     qmodel = quantized_file("torch", model, X, spec, out)
-    with torch.no_grad():
-        wanted = qmodel(X)
+    wanted = qmodel(X)
     noise = (torch.from_numpy(compute(out, X.numpy())) - wanted).pow(2).mean()
     assert noise < 1e-4 * wanted.pow(2).mean()
 
@@ -164,8 +161,7 @@ def test_onnx_runtime_computes_a_layer_that_stays_float_in_float(layer, tmp_path
 def test_a_maximum_with_masked_borders_keeps_its_scale(source, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConstantPad2d(1, -1e4), nn.MaxPool2d(3), nn.Conv2d(8, 4, 1)).eval()
     quantized_file(source, model, X, compress.QuantSpec(), tmp_path / "int8.onnx")
-    with torch.no_grad():
-        wanted = model(X)
+    wanted = model(X)
     noise = (torch.from_numpy(compute(tmp_path / "int8.onnx", X.numpy())) - wanted).pow(2).mean()
     assert noise < 2e-3 * wanted.pow(2).mean()
 
@@ -194,9 +190,8 @@ def test_transposed_convolutions_of_any_rank_are_quantized(rank):
     model, x = layer(4, 6, 3, 2, output_padding=1).eval(), torch.randn(2, 4, *(5,) * rank)
     qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino"))
     assert len(qmodel.placement.weights) == 1
-    with torch.no_grad():
-        wanted = model(x)
-        assert (qmodel(x) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
+    wanted = model(x)
+    assert (qmodel(x) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,9 @@ def folded(model, x=X):
 
 def test_function_preserved_and_ranges_equal_in_every_pair():
     graph_module = folded(mobile())
-    with torch.no_grad():
-        before = graph_module(X)
-        report = equalize(graph_module)
-        after = graph_module(X)
+    before = graph_module(X)
+    report = equalize(graph_module)
+    after = graph_module(X)
     assert len(report.pairs) == 7 and not report.refused
     assert (after - before).abs().max() / before.abs().max() < 1e-5
     for pair in report.pairs:
@@ -159,10 +158,9 @@ def test_dead_channels_keep_still():
         model[0].weight[1] = 0
         model[2].weight[:, 2] = 0
     graph_module = folded(model)
-    with torch.no_grad():
-        before = graph_module(X)
-        scale = equalize(graph_module).divided["0"]
-        torch.testing.assert_close(graph_module(X), before)
+    before = graph_module(X)
+    scale = equalize(graph_module).divided["0"]
+    torch.testing.assert_close(graph_module(X), before)
     assert scale[1] == scale[2] == 1 and bool(scale.isfinite().all())
 
 
@@ -174,8 +172,7 @@ def test_equalization_rescues_per_tensor_weights():
             weights=compress.WeightSpec(axis=None), activations=compress.ActivationSpec(calibrator="max"), equalize=on
         )
         quantized = compress.quantize(model, X[:2], [X], spec=spec)
-        with torch.no_grad():
-            noise[on] = sqnr(model(X), quantized(X))
+        noise[on] = sqnr(model(X), quantized(X))
     assert noise[True] > noise[False] + 6
     assert "equalized 7 pairs" in quantized.report.notes()[0]
 
@@ -210,10 +207,9 @@ def test_smoothing_preserves_the_function_and_follows_the_formula():
     graph_module = compress.trace(block, x)
     inputs = block.norm1(x).flatten(0, 1).abs().amax(0).detach()
     weights = torch.cat([block.query.weight, block.key.weight]).abs().amax(0).detach()
-    with torch.no_grad():
-        before = graph_module(x)
-        report = smooth(graph_module, [x], alpha=0.5)
-        after = graph_module(x)
+    before = graph_module(x)
+    report = smooth(graph_module, [x], alpha=0.5)
+    after = graph_module(x)
     assert (after - before).abs().max() / before.abs().max() < 1e-5
     assert [norm.path for norm in report.norms] == ["norm1", "norm2"]
     assert report.norms[0].consumers == ("query", "key")
@@ -234,9 +230,8 @@ def test_smoothing_sees_norms_that_are_functions(monkeypatch):
     monkeypatch.setattr(OwnNorm, "__module__", "elsewhere")
     model, x = nn.Sequential(OwnNorm(8), nn.Linear(8, 4)).eval(), torch.randn(4, 5, 8)
     graph_module = compress.trace(model, x)
-    with torch.no_grad():
-        report = smooth(graph_module, [x])
-        torch.testing.assert_close(graph_module(x), model(x))
+    report = smooth(graph_module, [x])
+    torch.testing.assert_close(graph_module(x), model(x))
     assert report.norms[0].path == "0" and report.norms[0].parameters == ("0.weight", "0.bias")
     assert not torch.equal(graph_module.get_parameter("0.weight"), model[0].weight)
 
@@ -251,8 +246,7 @@ def test_smoothing_gains_where_there_are_outliers():
             iter([x]),
             spec=compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), smooth=alpha),
         )
-        with torch.no_grad():
-            noise[alpha] = sqnr(block(x), quantized(x))
+        noise[alpha] = sqnr(block(x), quantized(x))
     assert noise[0.5] > noise[None] + 3
     assert "smoothed 2 norms (1 left" in quantized.report.notes()[0]
 
@@ -290,11 +284,10 @@ def test_scale_passes_through_a_resize_and_a_negation(mode):
             second=nn.Conv2d(5, 4, 3),
         )
     )
-    with torch.no_grad():
-        before = graph_module(X)
-        report = equalize(graph_module)
-        assert [(pair.first, pair.second) for pair in report.pairs] == [("first", "second")]
-        assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
+    before = graph_module(X)
+    report = equalize(graph_module)
+    assert [(pair.first, pair.second) for pair in report.pairs] == [("first", "second")]
+    assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
 
 
 # `smooth: auto` of torch models: what it gains, that it changes no module, and that its choice can be repeated.
@@ -347,8 +340,7 @@ def test_outlier_channels_cost_less(make, x, target):
     model = make().eval()
     with unchanged(model):
         found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
-    with torch.no_grad():
-        db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
+    db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
     assert db["auto"] > db[None] + 3, db
     assert any("smooth: auto" in note for note in found["auto"].report.notes())
 
@@ -360,8 +352,7 @@ def test_the_float_network_stays_what_it_was(make):
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)
     for _, quantizer in quantizers(qmodel):
         quantizer.enabled = False
-    with torch.no_grad():
-        torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

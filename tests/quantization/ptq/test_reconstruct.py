@@ -83,8 +83,7 @@ def test_better_than_calibration_on_images_that_it_did_not_see():
     for name, more in ways.items():
         chosen = spec(bits=2, activation_bits=8, bias_correction=None, **more)
         qmodel = compress.quantize(network, X[:2], [X], spec=chosen)
-        with torch.no_grad():
-            noise[name] = (network(UNSEEN) - qmodel(UNSEEN)).square().mean().item()
+        noise[name] = (network(UNSEEN) - qmodel(UNSEEN)).square().mean().item()
     assert noise["blocks"] < 0.7 * noise["plain"]
     rows = qmodel.report.reconstruction
     assert all(row.error_after <= row.error_before for row in rows) and any(row.steps for row in rows)
@@ -101,8 +100,7 @@ def test_the_saved_state_loads_into_a_fresh_graph_of_the_same_spec():
     qmodel = compress.quantize(network, X[:2], [X], spec=chosen)
     fresh = compress.insert_quantizers(network, X[:2], chosen)
     fresh.load_state_dict(copy.deepcopy(qmodel.state_dict()))
-    with torch.no_grad():
-        assert torch.equal(fresh(UNSEEN), qmodel(UNSEEN))
+    assert torch.equal(fresh(UNSEEN), qmodel(UNSEEN))
     assert all(q.enabled for _, q in quantizers(qmodel))
 
 
@@ -182,15 +180,14 @@ def quantized(layer, num_bits, axis=0):
 def test_close_to_the_best_of_all_roundings():
     # A row of 8 weights has 256 roundings up or down; all of them are tried, for 16 rows.
     layer, x = quantized(nn.Linear(8, 16), 4), correlated(256, 8)
-    with torch.no_grad():
-        targets = layer.bias + x @ layer.weight.T
-        scale = layer.weight_quantizer.scale[:, None]
-        floor = (layer.weight / scale).floor()
-        every = torch.tensor(list(itertools.product([0.0, 1.0], repeat=8)))
-        candidates = (floor[:, None] + every).clamp(-7, 7) * scale[:, None]  # (rows, 256, 8)
-        errors = ((x @ (candidates - layer.weight[:, None]).flatten(0, 1).T).square().mean(0)).view(16, 256)
-        learned = learn_rounding(layer, [x], [targets], compress.AdaRoundSpec(steps=600))
-        got, nearest = ((x @ (w - layer.weight).T).square().mean(0) for w in (learned, layer.quantized_weight))
+    targets = layer.bias + x @ layer.weight.T
+    scale = layer.weight_quantizer.scale[:, None]
+    floor = (layer.weight / scale).floor()
+    every = torch.tensor(list(itertools.product([0.0, 1.0], repeat=8)))
+    candidates = (floor[:, None] + every).clamp(-7, 7) * scale[:, None]  # (rows, 256, 8)
+    errors = ((x @ (candidates - layer.weight[:, None]).flatten(0, 1).T).square().mean(0)).view(16, 256)
+    learned = learn_rounding(layer, [x], [targets], compress.AdaRoundSpec(steps=600))
+    got, nearest = ((x @ (w - layer.weight).T).square().mean(0) for w in (learned, layer.quantized_weight))
     assert bool((candidates == learned[:, None]).all(2).any(1).all())  # each weight went up or down, by one step
     rank = (errors < got[:, None] * (1 - 1e-4)).float().mean(1)
     assert rank.median() < 0.1 and rank.max() < 0.5  # chance would be 0.5 and 1
@@ -214,15 +211,14 @@ def test_better_than_nearest_on_inputs_that_it_did_not_see(kind, activation):
     size = None if kind == "linear" else 6
     x, unseen = correlated(128, 8, 0, size), correlated(128, 8, 1, size)
     layer.weight_quantizer.enabled = False
-    with torch.no_grad():
-        targets, unseen_targets = layer(x), layer(unseen)
-        layer.weight_quantizer.enabled = True
-        learned = learn_rounding(layer, [x], [targets], ADAROUND_SHORT, activation=activation)
-        nearest = layer.quantized_weight
-        error = {
-            name: reconstruction_error(layer, w, unseen, unseen_targets, activation=activation)
-            for name, w in (("nearest", nearest), ("learned", learned))
-        }
+    targets, unseen_targets = layer(x), layer(unseen)
+    layer.weight_quantizer.enabled = True
+    learned = learn_rounding(layer, [x], [targets], ADAROUND_SHORT, activation=activation)
+    nearest = layer.quantized_weight
+    error = {
+        name: reconstruction_error(layer, w, unseen, unseen_targets, activation=activation)
+        for name, w in (("nearest", nearest), ("learned", learned))
+    }
     assert error["learned"] < error["nearest"]
     step = layer.weight_quantizer.scale
     assert (learned - layer.weight).abs().max() < step * 1.001
@@ -237,8 +233,7 @@ def test_whole_network_better_hard_rounded_and_exported_as_it_is():
             weights=compress.WeightSpec(num_bits=4), activations=FINE, adaround=spec, bias_correction=None
         )
         q = compress.quantize(model, x[:2], x.split(32), spec=whole)
-        with torch.no_grad():
-            noise[spec is not None] = sqnr(model(unseen), q(unseen))
+        noise[spec is not None] = sqnr(model(unseen), q(unseen))
     assert noise[True] > noise[False] + 1
     rows = q.report.rounding
     assert len(rows) == 7 and all(row.error_learned <= row.error_nearest for row in rows)
@@ -382,10 +377,9 @@ def test_expected_shift_is_the_layers_output_for_constant_inputs(layer):
     mean = torch.randn(6, generator=torch.Generator().manual_seed(1))
     linear = isinstance(layer, nn.Linear)
     x = mean[None] if linear else mean.view(1, 6, 1, 1).expand(1, 6, 8, 8)
-    with torch.no_grad():
-        y = layer(x)
-        expected = y[0] if linear else y.mean((0, 2, 3))
-        torch.testing.assert_close(expected_shift(layer, layer.weight, mean), expected)
+    y = layer(x)
+    expected = y[0] if linear else y.mean((0, 2, 3))
+    torch.testing.assert_close(expected_shift(layer, layer.weight, mean), expected)
 
 
 def gaussian_pair(relu):
@@ -413,8 +407,7 @@ def test_analytic_correction_removes_the_mean_error_of_normal_inputs(relu):
             weights=W3, activations=FINE, bias_correction=way, rules=(compress.Rule(match="0", enable=False),)
         )
         quantized = compress.quantize(model, x[:2], [x], spec=spec)
-        with torch.no_grad():
-            error[way] = (quantized(x) - model(x)).mean((0, 2, 3)).abs().max().item()
+        error[way] = (quantized(x) - model(x)).mean((0, 2, 3)).abs().max().item()
     assert error["analytic"] < 0.02 * model(x).std() and error["analytic"] < error[None] / 5
 
 
@@ -425,8 +418,7 @@ def test_empirical_correction_gives_every_channel_its_float_mean():
         quantized = compress.quantize(
             model, x[:2], [x], spec=compress.QuantSpec(weights=W3, activations=FINE, bias_correction=way)
         )
-        with torch.no_grad():
-            seen[way] = (quantized(x) - model(x)).mean(0).abs().max().item(), sqnr(model(x), quantized(x))
+        seen[way] = (quantized(x) - model(x)).mean(0).abs().max().item(), sqnr(model(x), quantized(x))
     assert seen["empirical"][0] < 1e-5  # the last layer is a linear one: its outputs are the model's
     assert seen["empirical"][1] > seen[None][1]
     rows = quantized.report.corrections
