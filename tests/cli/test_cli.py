@@ -37,6 +37,7 @@ from compress.plots.results import Point, draw_tradeoff
 from compress.plots.style import WIDE, settle, styled
 from compress.version import DISTRIBUTION
 from tests.hostile.disk import read_only, room_for
+from tests.onnx_models import onnx_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,9 +53,8 @@ def test_a_wrong_key_is_refused_and_a_plan_is_shown_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     seen = {}
-    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 20, 20])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "net", [x], [])
-    onnx.save(onnx.helper.make_model(graph), tmp_path / "net.onnx")
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    onnx.save(onnx_model([node], {"x": ["n", 3, 20, 20]}, {}), tmp_path / "net.onnx")
     (tmp_path / "images").mkdir()
     for words in (
         ("sensitivity", "quickstart", "-s", "qat.epoch=1"),
@@ -146,8 +146,7 @@ def test_inspect_says_what_sparsity_could_bring_before_training(compress):
 
 
 def test_doctor_says_why_not(compress):
-    done = compress("doctor", "--json")
-    engines = {e["name"]: e for e in json.loads(done.stdout)["engines"]}
+    engines = {e["name"]: e for e in json.loads(compress("doctor", "--json").stdout)["engines"]}
     assert engines["openvino"]["available"] and engines["onnxruntime"]["available"]
     for engine in engines.values():
         assert engine["available"] or (engine["reason"] and engine["install"])
@@ -264,8 +263,7 @@ def test_help_and_a_recipe_that_is_not_there_need_no_torch(line):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-c", "\n".join(lines)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert "compress.cli.app" in loaded and "torch" not in loaded
 
 
@@ -370,8 +368,7 @@ def test_weights_may_have_any_usual_ending(tmp_path, suffix):
     network = torchvision.models.squeezenet1_1(num_classes=3)
     torch.save(network.state_dict(), tmp_path / f"weights{suffix}")
     spec = ModelSpec(name="squeezenet1_1", weights=str(tmp_path / f"weights{suffix}"))
-    built = build_model(spec, num_classes=3)
-    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), network.parameters(), strict=True))
+    torch.testing.assert_close(build_model(spec, num_classes=3).state_dict(), network.state_dict(), rtol=0, atol=0)
 
 
 def test_a_detector_named_as_a_classifier_is_called_a_detector():
@@ -385,8 +382,7 @@ def test_no_tick_is_above_100_percent():
         for variant, score, time in (("float", 100.0, 4.0), ("ptq", 99.8, 1.0))
     ]
     with styled():
-        axes = settle(draw_tradeoff(points, WIDE)).axes[0]
-    assert max(axes.get_yticks()) <= 100.0
+        assert max(settle(draw_tradeoff(points, WIDE)).axes[0].get_yticks()) <= 100.0
 
 
 # `init` writes a recipe that is read back, or nothing.
@@ -429,8 +425,7 @@ def test_a_tilde_that_no_shell_resolved_is_the_home(compress, monkeypatch, tmp_p
 
 
 def test_without_flags_it_is_the_digits(tmp_path):
-    assert invoke(tmp_path / "r.yaml").exit_code == 0
-    assert load_recipe(tmp_path / "r.yaml").data.name == "digits"
+    assert initialized(tmp_path).data.name == "digits"
 
 
 @pytest.mark.parametrize(
@@ -491,16 +486,18 @@ def test_stopped_at_a_question_it_ends_like_any_command(tmp_path, key):
     assert seen.decode().splitlines()[-1] == "stopped" and not list(tmp_path.iterdir())
 
 
+def initialized(folder, *words):
+    assert invoke(folder / "r.yaml", *words).exit_code == 0
+    return load_recipe(folder / "r.yaml")
+
+
 def test_images_without_labels_have_the_outputs_of_their_network(tmp_path):
-    done = invoke(tmp_path / "r.yaml", "--data", "images", "--root", tmp_path, "--classes", "ant,bee")
-    assert done.exit_code == 0
-    recipe = load_recipe(tmp_path / "r.yaml")
+    recipe = initialized(tmp_path, "--data", "images", "--root", tmp_path, "--classes", "ant,bee")
     assert (recipe.data.num_classes, recipe.train.epochs) == (2, 0)
 
 
 def test_a_name_of_two_lines_adds_no_key(tmp_path):
-    assert invoke(tmp_path / "r.yaml", "--model", "timm:a\nqat: null", "--data", "digits").exit_code == 0
-    recipe = load_recipe(tmp_path / "r.yaml")
+    recipe = initialized(tmp_path, "--model", "timm:a\nqat: null", "--data", "digits")
     assert recipe.model.name == "timm:a\nqat: null" and recipe.qat is not None
 
 
@@ -566,20 +563,28 @@ def test_long_work_is_not_silent(lines):
 # What a terminal of 80 columns shows: names and times in one piece, sentences as lines.
 
 
+def terminal(width=80):
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, markup=False, emoji=False)
+
+
+def lines_of(terminal):
+    # What was written, whose lines are as long as the terminal is wide at most.
+    lines = terminal.file.getvalue().splitlines()
+    assert all(len(line) <= terminal.width for line in lines)
+    return lines
+
+
 @pytest.fixture
 def shown(monkeypatch):
-    file = io.StringIO()
-    terminal = Console(file=file, width=80, force_terminal=True, color_system=None, markup=False, emoji=False)
+    made = terminal()
     for module in (console, doctor):
-        monkeypatch.setattr(module, "OUT", terminal)
-    return file
+        monkeypatch.setattr(module, "OUT", made)
+    return made
 
 
 def test_doctor_breaks_no_name(shown):
     doctor.doctor()
-    lines = shown.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    text = " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines_of(shown)).split())
     assert all(name in text for name in ("onnxruntime", "tensorrt-lean", "CPUExecutionProvider"))
     assert "cuda: " in text and text.count("What to do: ") >= 3
 
@@ -590,9 +595,7 @@ def test_sentences_of_a_wide_table_are_lines_below_it(shown):
     console.print_table(
         "placement", ("tensor", "asked by", "decision", "rule", "reason"), [*rows, ("x", "", "", "", "")]
     )
-    lines = shown.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    text = " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines_of(shown)).split())
     assert all(row[0] in text for row in rows)
     assert text.count(reason) == 1 and "layer2.0.downsample.0 and 3 more: a convolution" in text
 
@@ -602,9 +605,7 @@ def test_numbers_that_do_not_fit_are_left_out_and_named(shown):
     titles = ("engine", "batch", "variant", "top-1", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
     rows = [("openvino (bf16)", "1", "ptq", "98.66", "0.226", "2.55x", "0.31", "4400", "11.2 MB", "0.251")]
     console.print_table("run", titles, rows, numbers=titles[3:])
-    lines = shown.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    text = shown.getvalue()
+    lines, text = lines_of(shown), shown.file.getvalue()
     assert all(cell in text for cell in rows[0][:6]) and lines[-1].startswith("not shown in 80 columns: ")
     left = lines[-1].partition(": ")[2].split(", ")
     assert left == list(titles[-len(left) :]) and not any(title in text.splitlines()[2] for title in left)
@@ -612,31 +613,28 @@ def test_numbers_that_do_not_fit_are_left_out_and_named(shown):
 
 def test_a_table_that_fits_is_a_table(shown):
     console.print_table("t", ("a", "b", "c"), [("x", "y", "z" * 50)])
-    assert "│ x │ y │ " + "z" * 50 in shown.getvalue()
+    assert "│ x │ y │ " + "z" * 50 in shown.file.getvalue()
 
 
 @pytest.mark.parametrize(("width", "times"), [(80, 1), (140, 2)])
 def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
-    file = io.StringIO()
-    terminal = Console(file=file, width=width, force_terminal=True, color_system=None)
-    with Progress(*console.bar_columns(width), console=terminal, auto_refresh=False) as bars:
+    made = terminal(width)
+    with Progress(*console.bar_columns(width), console=made, auto_refresh=False) as bars:
         listener = console.BarProgress(bars)
         listener.start("accuracy: torch (fake quantization)", 8)
         listener.start("train: evaluate", 63)
         listener.advance("train: evaluate", 21, loss=1.191, accuracy=0.615, images_per_s=640)
         bars.refresh()
-    last = [line for line in file.getvalue().splitlines() if "21/63" in line][-1]
+    last = [line for line in made.file.getvalue().splitlines() if "21/63" in line][-1]
     assert "loss 1.191  accuracy 61.5%  images/s 640" in last
     assert last.count(":") == 1 + 2 * times and "…" not in last  # h:mm:ss, or -:--:--
 
 
 def test_a_line_above_the_bars_breaks_between_words():
-    file = io.StringIO()
-    terminal = Console(file=file, width=80, force_terminal=True, color_system=None)
     said = "train: epoch 3 of 3, loss 0.1636, top-1 99.11 %, 25 images/s, 55 s, 1 % of it waiting for images"
-    console.BarProgress(Progress(console=terminal)).note(said)
-    lines = file.getvalue().splitlines()
-    assert " ".join(line.rstrip() for line in lines) == said and all(len(line) <= 80 for line in lines)
+    made = terminal()
+    console.BarProgress(Progress(console=made)).note(said)
+    assert " ".join(line.rstrip() for line in lines_of(made)) == said
 
 
 # A full disk and a folder that may not be written to end a command in one sentence.
