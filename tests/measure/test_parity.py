@@ -15,7 +15,7 @@ import compress
 from compress.errors import EngineError
 from compress.measure.parity import agreement, compare_logits, first_difference, layer_parity, probe_file, sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
-from tests.exact import WEIGHTS
+from tests.exact import WEIGHTS, on_engine
 from tests.networks import Net, TinyResNet, network
 from tests.onnx_ptq.files import model_of, weights
 
@@ -161,8 +161,7 @@ def test_probes_are_what_goes_into_quantizers_and_the_outputs_in_order(files, tm
 
 def test_the_unfused_file_is_fake_quantization(files):
     quantized, x = files["torch"]
-    with compress.build_engine(files["int8"], "onnxruntime", fuse="no") as engine:
-        got = engine.run({"input": x.numpy()})["logits"]
+    got = on_engine(files["int8"], "onnxruntime", x, fuse="no")
     np.testing.assert_allclose(got, quantized(x).detach().numpy(), atol=1e-3)
 
 

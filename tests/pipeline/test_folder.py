@@ -119,26 +119,19 @@ def test_keys_of_steps_to_come_may_change(tmp_path, steps, section, values):
 )
 def test_keys_of_steps_that_were_taken_may_not(tmp_path, steps, section, values):
     begun(tmp_path, *steps)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    key = f"{section}.{next(iter(values))}"
-    with pytest.raises(RunError, match=rf"differs in {key} .*taken: {', '.join(steps)}"):
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"}
+    words = rf"differs in {section}.{next(iter(values))} .*taken: {', '.join(steps)}"
+    with pytest.raises(RunError, match=words):
         open_run(tmp_path, changed(section, **values), "qat", resume=True)
-    assert {name: (tmp_path / name).read_bytes() for name in before if name != ".lock"} == {
-        name: content for name, content in before.items() if name != ".lock"
-    }
+    assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_training_that_was_begun_keeps_its_keys(tmp_path):
-    begun(tmp_path, "train", "ptq")
+@pytest.mark.parametrize(("command", "steps"), [("qat", ("train", "ptq")), ("sensitivity", ())])
+def test_a_training_that_was_begun_and_a_study_keep_their_keys(tmp_path, command, steps):
+    begun(tmp_path, *steps, command=command)
     (tmp_path / "qat.checkpoint.safetensors").touch()
     with pytest.raises(RunError, match=r"differs in qat\.lr"):
-        open_run(tmp_path, changed("qat", lr=0.5), "qat", resume=True)
-
-
-def test_a_study_keeps_all_keys(tmp_path):
-    begun(tmp_path, command="sensitivity")
-    with pytest.raises(RunError, match=r"differs in qat\.lr"):
-        open_run(tmp_path, changed("qat", lr=0.5), "sensitivity", resume=True)
+        open_run(tmp_path, changed("qat", lr=0.5), command, resume=True)
 
 
 DAMAGE = {
@@ -165,8 +158,8 @@ def test_a_damaged_state_is_named(tmp_path, name):
     begun(tmp_path, "train")
     path, damage = tmp_path / "state.json", DAMAGE[name]
     if isinstance(damage, dict):
-        tree = {key: value for key, value in (json.loads(path.read_text()) | damage).items() if value is not None}
-        damage = json.dumps(tree)
+        tree = json.loads(path.read_text()) | damage
+        damage = json.dumps({key: value for key, value in tree.items() if value is not None})
     path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
     with pytest.raises(RunError, match=r"state\.json cannot be read: .*--out"):
         open_run(tmp_path, RECIPE, "qat", resume=True)

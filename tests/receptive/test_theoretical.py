@@ -17,18 +17,11 @@ from compress.receptive import unproductive_layers
 from tests.further import further
 from tests.networks import Net, Opaque, unchanged
 from tests.receptive.support import support, supports, torchvision_model, without_chance
+from tests.roofline_model.networks import squeeze_excite
 
 
 def table(model, *shape):
     return receptive_field(model, torch.rand(shape or (1, 3, 32, 32)))
-
-
-def squeeze_excite():
-    def run(net, x):
-        x = net.conv(x)
-        return x * net.squeeze(net.pool(x)).sigmoid()
-
-    return Net(run, conv=nn.Conv2d(3, 3, 3, padding=1), pool=nn.AdaptiveAvgPool2d(1), squeeze=nn.Conv2d(3, 3, 1))
 
 
 def pointwise(net, x):

@@ -107,14 +107,8 @@ def late_jump(step, steps):
 
 def test_stops_within_points_of_the_reference_and_when_nothing_is_gained():
     data = toy_data(noise=0.5)
-    report = fit(
-        convnet(),
-        data,
-        replace(FAST, epochs=9, stop_within=5.0),
-        batch_size=8,
-        folder=None,
-        reference=0.5,
-    )
+    near = replace(FAST, epochs=9, stop_within=5.0)
+    report = fit(convnet(), data, near, batch_size=8, folder=None, reference=0.5)
     values = [row.val_top1 for row in report.history]
     assert values[-1] >= 0.45 and all(value < 0.45 for value in values[:-1]) and len(values) < 9
     assert "within 5 of the reference, 50.00 %" in report.stopped
@@ -141,14 +135,9 @@ def test_mixup_and_cutmix_are_torchvisions():
 
 
 def test_randaugment_is_torchvisions_for_each_image():
-    split = PIXELS.train
-    prepared = split.preprocessing
-    augment = make_augment(
-        TrainSpec(augment=("randaugment",), augment_options={"randaugment": {"magnitude": 12}}),
-        num_classes=CLASSES,
-        preprocessing=prepared,
-        images=split.images[:2],
-    )
+    split, prepared = PIXELS.train, PIXELS.train.preprocessing
+    spec = TrainSpec(augment=("randaugment",), augment_options={"randaugment": {"magnitude": 12}})
+    augment = make_augment(spec, num_classes=CLASSES, preprocessing=prepared, images=split.images[:2])
     torch.manual_seed(1)
     got, _ = augment(split.images[:4], split.targets[:4])
     torch.manual_seed(1)

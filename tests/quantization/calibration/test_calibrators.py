@@ -32,11 +32,9 @@ def amax_of(name, *batches, **options):
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes_and_range(name):
     x = randn(3, 8, 10, 10)
-    whole = amax_of(name, x)
-    assert whole.shape == () and whole.dtype == torch.float32
+    whole, channels = amax_of(name, x), amax_of(name, x, axis=1)
+    assert (whole.shape, whole.dtype, channels.shape) == ((), torch.float32, (8,))
     assert 0.5 * x.abs().max() < whole <= x.abs().max()
-    channels = amax_of(name, x, axis=1)
-    assert channels.shape == (8,)
     largest = x.abs().amax((0, 2, 3))
     assert (channels <= largest).all() and (channels > 0.3 * largest).all()
 
@@ -67,8 +65,7 @@ def test_percentile_is_taken_from_the_option():
 def test_batches_may_change_shape_and_be_empty(name):
     x = randn(600)
     parts = (x[:256].reshape(1, 4, 8, 8), torch.empty(0, 4, 8, 8), x[256:].reshape(2, 172))
-    first = parts[0].abs().max()
-    assert first < x.abs().max()  # so that the second batch widens the range
+    assert parts[0].abs().max() < x.abs().max()  # so that the second batch widens the range
     assert amax_of(name, *parts) == pytest.approx(float(amax_of(name, x)), rel=0.2)
     assert amax_of("max", *parts) == x.abs().max()
 
@@ -244,11 +241,6 @@ def centred(offset):
     return Net(run, stem=nn.Conv2d(3, 4, 3), gate=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 2, 1), offset=offset)
 
 
-def made(offset):
-    torch.manual_seed(0)
-    return centred(offset).eval(), torch.randn(4, 3, 16, 16)
-
-
 def from_model(model, x, path):
     qmodel = quantize(model, x, [x], spec=SPEC)
     return export_onnx(qmodel, x, path), qmodel.placement, qmodel.report.calibration.amax
@@ -265,10 +257,8 @@ WAYS = (from_model, from_file)
 @pytest.mark.parametrize("offset", [None, 0.0])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
-    model, x = made(offset)
-    path, _, _ = way(model, x, tmp_path / "m.onnx")
-    got = compute(path, x.numpy())
-    expected = model(x).detach().numpy()
+    model, x = centred(offset).eval(), torch.randn(4, 3, 16, 16)
+    got, expected = compute(way(model, x, tmp_path / "m.onnx")[0], x.numpy()), model(x).detach().numpy()
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -276,7 +266,7 @@ def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
 def test_steps_of_an_average_are_no_finer_than_its_values_and_others_stay(tmp_path, way):
     scales = {}
     for offset in (None, 1.0):
-        _, placement, amax = way(*made(offset), tmp_path / "m.onnx")
+        _, placement, amax = way(centred(offset).eval(), torch.randn(4, 3, 16, 16), tmp_path / "m.onnx")
         scale = {site.name: float(scale_from_amax(amax[site.name], site.format)) for site in placement.activations}
         reads = {tensor: consumer for site in placement.activations for tensor, consumer in site.edges}
         of_tensor = {tensor: scale[site.name] for site in placement.activations for tensor, _ in site.edges}

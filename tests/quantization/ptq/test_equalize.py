@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity import sqnr
 from tests.networks import Net, network, unchanged, with_statistics
 from tests.onnx_ptq.files import export
-from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide
+from tests.onnx_ptq.test_improve import IMAGES, TOKENS, peaked, sink, wide
 
 X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))
-RELU6 = "ReLU6"
+MAX = compress.ActivationSpec(calibrator="max")
 
 
 def mobile(activation=nn.ReLU, spread=2.0):
@@ -59,10 +60,9 @@ def mobile(activation=nn.ReLU, spread=2.0):
             nn.Linear(7, 3),
         )
     )
-    with torch.no_grad():
-        for layer in model:
-            if isinstance(layer, nn.Conv2d):
-                layer.weight.mul_(torch.exp(spread * torch.randn(len(layer.weight), 1, 1, 1)))
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
+            layer.weight.data.mul_(torch.exp(spread * torch.randn(len(layer.weight), 1, 1, 1)))
     return model
 
 
@@ -72,13 +72,18 @@ def folded(model, x=X):
     return graph_module
 
 
-def test_function_preserved_and_ranges_equal_in_every_pair():
-    graph_module = folded(mobile())
+def equalized(graph_module):
+    # Equalize a graph, which computes the same afterwards.
     before = graph_module(X)
     report = equalize(graph_module)
-    after = graph_module(X)
+    assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
+    return report
+
+
+def test_function_preserved_and_ranges_equal_in_every_pair():
+    graph_module = folded(mobile())
+    report = equalized(graph_module)
     assert len(report.pairs) == 7 and not report.refused
-    assert (after - before).abs().max() / before.abs().max() < 1e-5
     for pair in report.pairs:
         outgoing = output_ranges(graph_module.get_submodule(pair.first))
         incoming = input_ranges(graph_module.get_submodule(pair.second)).view(-1, pair.repeat).amax(1)
@@ -123,7 +128,7 @@ def test_scaling_a_side_of_a_layer_is_scaling_its_input_or_output(layer):
 def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
     model = mobile(nn.ReLU6)
     pairs, refused = find_pairs(folded(model))
-    assert any(RELU6 in reason and "relu6: relu" in reason for reason in refused.values())
+    assert any("ReLU6" in reason and "relu6: relu" in reason for reason in refused.values())
     graph_module = folded(model)
     assert len(replace_activations(graph_module, "relu6")) == 4
     assert len(find_pairs(graph_module)[0]) == 7 > len(pairs)
@@ -154,27 +159,18 @@ def test_shared_and_parametrized_layers_are_left():
 
 def test_dead_channels_keep_still():
     model = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    with torch.no_grad():
-        model[0].weight[1] = 0
-        model[2].weight[:, 2] = 0
-    graph_module = folded(model)
-    before = graph_module(X)
-    scale = equalize(graph_module).divided["0"]
-    torch.testing.assert_close(graph_module(X), before)
+    model[0].weight.data[1] = 0
+    model[2].weight.data[:, 2] = 0
+    scale = equalized(folded(model)).divided["0"]
     assert scale[1] == scale[2] == 1 and bool(scale.isfinite().all())
 
 
 def test_equalization_rescues_per_tensor_weights():
     model = mobile(spread=3.0)
-    noise = {}
-    for on in (False, True):
-        spec = compress.QuantSpec(
-            weights=compress.WeightSpec(axis=None), activations=compress.ActivationSpec(calibrator="max"), equalize=on
-        )
-        quantized = compress.quantize(model, X[:2], [X], spec=spec)
-        noise[on] = sqnr(model(X), quantized(X))
-    assert noise[True] > noise[False] + 6
-    assert "equalized 7 pairs" in quantized.report.notes()[0]
+    per_tensor = compress.QuantSpec(weights=compress.WeightSpec(axis=None), activations=MAX)
+    plain, better = (compress.quantize(model, X[:2], [X], spec=replace(per_tensor, equalize=e)) for e in (False, True))
+    assert sqnr(model(X), better(X)) > sqnr(model(X), plain(X)) + 6
+    assert "equalized 7 pairs" in better.report.notes()[0]
 
 
 # --- SmoothQuant -------------------------------------------------------------------------------------------------
@@ -195,10 +191,9 @@ def block_with_outliers():
     layers = {name: nn.Linear(*sizes) for name, sizes in linear.items()}
     norms = {f"norm{i}": nn.LayerNorm(8) for i in (1, 2, 3)}
     block = Net(run, **norms, **layers, dropout=nn.Dropout()).eval()
-    with torch.no_grad():
-        for norm in (block.norm1, block.norm2):
-            norm.weight[2] *= 60
-            norm.bias.normal_()
+    for norm in (block.norm1, block.norm2):
+        norm.weight.data[2] *= 60
+        nn.init.normal_(norm.bias)
     return block, torch.randn(4, 5, 8)
 
 
@@ -238,17 +233,12 @@ def test_smoothing_sees_norms_that_are_functions(monkeypatch):
 
 def test_smoothing_gains_where_there_are_outliers():
     block, x = block_with_outliers()
-    noise = {}
-    for alpha in (None, 0.5):
-        quantized = compress.quantize(
-            block,
-            x[:2],
-            iter([x]),
-            spec=compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), smooth=alpha),
-        )
-        noise[alpha] = sqnr(block(x), quantized(x))
-    assert noise[0.5] > noise[None] + 3
-    assert "smoothed 2 norms (1 left" in quantized.report.notes()[0]
+    plain, better = (
+        compress.quantize(block, x[:2], iter([x]), spec=compress.QuantSpec(activations=MAX, smooth=alpha))
+        for alpha in (None, 0.5)
+    )
+    assert sqnr(block(x), better(x)) > sqnr(block(x), plain(x)) + 3
+    assert "smoothed 2 norms (1 left" in better.report.notes()[0]
 
 
 @settings(max_examples=30)
@@ -284,10 +274,7 @@ def test_scale_passes_through_a_resize_and_a_negation(mode):
             second=nn.Conv2d(5, 4, 3),
         )
     )
-    before = graph_module(X)
-    report = equalize(graph_module)
-    assert [(pair.first, pair.second) for pair in report.pairs] == [("first", "second")]
-    assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
+    assert [(pair.first, pair.second) for pair in equalized(graph_module).pairs] == [("first", "second")]
 
 
 # `smooth: auto` of torch models: what it gains, that it changes no module, and that its choice can be repeated.
@@ -301,19 +288,17 @@ def norm_alone():
         return net.left(x) * 2 + net.right(x)
 
     net = Net(run, norm=nn.LayerNorm(16), left=nn.Linear(16, 8), right=nn.Linear(16, 8), drop=nn.Dropout())
-    with torch.no_grad():
-        net.norm.weight[3] = 90.0
-        net.left.weight[:, 3] /= 90
-        net.right.weight[:, 3] /= 90
+    net.norm.weight.data[3] = 90.0
+    net.left.weight.data[:, 3] /= 90
+    net.right.weight.data[:, 3] /= 90
     return net
 
 
 def peaked_gelu():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-    with torch.no_grad():
-        net[0].weight[3] *= 90.0
-        net[2].weight[:, 3] /= 90
+    net[0].weight.data[3] *= 90.0
+    net[2].weight.data[:, 3] /= 90
     return net
 
 
@@ -324,8 +309,8 @@ def quantized(model, x, target, **keys):
 def outliers():
     makers = {
         "norm": (norm_alone, TOKENS, TARGETS),
-        "vit": (Peaked, TOKENS, TARGETS),
-        "conv": (lambda: Wide(nn.ReLU()), IMAGES, TARGETS),
+        "vit": (peaked, TOKENS, TARGETS),
+        "conv": (lambda: wide(nn.ReLU()), IMAGES, TARGETS),
         "gelu": (peaked_gelu, TOKENS, TARGETS[1:]),  # not for TensorRT: fused training takes no multiplication there
     }
     return [
@@ -356,7 +341,7 @@ def test_the_float_network_stays_what_it_was(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Sink, "dB on calibration images"), (peaked_gelu, "a factor for each channel")]
+    ("make", "why"), [(sink, "dB on calibration images"), (peaked_gelu, "a factor for each channel")]
 )
 def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(make, why, tmp_path):
     model = make().eval()
@@ -373,10 +358,10 @@ def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(make, why, tm
 
 
 def test_a_rule_of_ones_own_counts_before_what_images_say():
-    rules = quantized(Sink().eval(), TOKENS, "openvino").placement.measured_rules
+    rules = quantized(sink().eval(), TOKENS, "openvino").placement.measured_rules
     own = compress.QuantSpec(target="openvino", rules=tuple(compress.Rule(match=rule.match) for rule in rules))
     assert rules
-    assert not compress.quantize(Sink().eval(), TOKENS[:2], [TOKENS], spec=own).placement.measured_rules
+    assert not compress.quantize(sink().eval(), TOKENS[:2], [TOKENS], spec=own).placement.measured_rules
 
 
 @pytest.mark.parametrize("reader", ["torch", "file"])
@@ -387,8 +372,7 @@ def test_largest_inputs_are_clipped_where_the_result_gains(tmp_path, reader, mat
     model = Net(lambda net, x: net.last(nn.functional.leaky_relu(x, 0.99)), last=nn.Linear(64, 8)).eval()
     if matters:
         x[:, 0, 3] = 40.0
-        with torch.no_grad():
-            model.last.weight[:, 3] = 2.0
+        model.last.weight.data[:, 3] = 2.0
     spec = compress.QuantSpec(target="openvino", bias_correction=None)
     if reader == "torch":
         placement = compress.quantize(model, x[:2], list(x.split(1)), spec=spec).placement
