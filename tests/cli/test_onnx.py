@@ -48,38 +48,34 @@ def times(folder):
 
 
 def test_a_damaged_file_of_a_run_is_told_and_its_older_times_are_gone(compress, folder):
-    assert compress("bench", str(folder), *QUICK).returncode == 0
+    assert compress("bench", folder, *QUICK).shown
     timed, file = (folder / "metrics.json").read_bytes(), folder / "ptq.onnx"
     assert {key for key, value in times(folder).items() if value} >= {("p50_ms", "float"), ("p99_ms", "ptq")}
     for content in (file.read_bytes()[:2000], b""):
         (folder / "metrics.json").write_bytes(timed)
         file.write_bytes(content)
-        done = compress("bench", str(folder), *QUICK)
-        assert done.returncode == 2 and "ptq was not measured" in done.stderr
-        assert "ptq.onnx" in done.stdout.replace("\n", "")
+        done = compress("bench", folder, *QUICK)
+        assert "ptq was not measured" in done.refused and "ptq.onnx" in done.stdout.replace("\n", "")
         found = times(folder)
         assert found["p50_ms", "float"] > 0 and found["p99_ms", "float"] > 0
         assert not any(value for (_, variant), value in found.items() if variant == "ptq")
 
 
 def test_an_engine_that_is_not_here_is_no_failure_where_another_measures_the_file(compress, folder):
-    done = compress("bench", str(folder / "ptq.onnx"), *QUICK, "--engine", "tensorrt")
-    assert done.returncode == 0 and "unavailable" in done.stdout
+    assert "unavailable" in compress("bench", folder / "ptq.onnx", *QUICK, "--engine", "tensorrt").shown
 
 
 def test_a_file_with_open_sides_is_timed_at_a_size(compress, tmp_path):
     node = helper.make_node("Conv", ["x", "w"], ["y"])
     onnx.save(model_of([node], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "open.onnx")
-    file = str(tmp_path / "open.onnx")
-    refused = compress("bench", file, *QUICK)
-    assert refused.returncode == 2 and "bench --size 320" in " ".join(refused.stderr.split())
-    done = compress("bench", file, *QUICK, "--size", "8x12", "--json")
-    assert done.returncode == 0 and all(row["value"] > 0 for row in json.loads(done.stdout))
+    words = ("bench", tmp_path / "open.onnx", *QUICK)
+    assert "bench --size 320" in compress(*words).refused
+    assert all(row["value"] > 0 for row in compress(*words, "--size", "8x12", "--json").document)
 
 
 def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
-    done = compress("bench", str(folder), *QUICK[2:], "--engine", "torch")
-    assert done.returncode == 0 and "loads no file" not in done.stdout + done.stderr
+    done = compress("bench", folder, *QUICK[2:], "--engine", "torch")
+    assert "loads no file" not in done.shown + done.stderr
     rows = [row for row in json.loads((folder / "metrics.json").read_text()) if row["name"] == "p50_ms"]
     assert {row["variant"] for row in rows if row["engine"].startswith("torch") and row["value"] > 0} >= {
         "float",
@@ -107,26 +103,15 @@ def bench(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--seconds", "0.01"])
 
 
-def test_json_and_figure(made, tmp_path):
-    path, pictures = made
+@pytest.fixture(scope="module")
+def end_to_end(made):
+    return ("bench", made[0], "--end-to-end", "--seconds", "0.01", "--images", made[1], "--engine", "onnxruntime")
+
+
+def test_json_and_figure(compress, end_to_end, tmp_path):
     figure = tmp_path / "bars.png"
-    result = bench(
-        path,
-        "--end-to-end",
-        "--images",
-        pictures,
-        "--engine",
-        "onnxruntime",
-        "--batch-size",
-        1,
-        "--batch-size",
-        3,
-        "--figure",
-        figure,
-        "--json",
-    )
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    batches = ("--batch-size", 1, "--batch-size", 3)
+    document = compress(*end_to_end, *batches, "--figure", figure, "--json").document
     assert [row["batch_size"] for row in document["results"]] == [1, 3] and document["figure"] == str(figure)
     for row in document["results"]:
         assert tuple(row["stage_ms"]) == STAGES and row["label"].startswith("net: onnxruntime")
@@ -136,11 +121,9 @@ def test_json_and_figure(made, tmp_path):
         assert image.width > 1000
 
 
-def test_table_and_what_is_not_here(made):
-    path, pictures = made
-    result = bench(path, "--end-to-end", "--images", pictures, "--engine", "onnxruntime", "--engine", "tensorrt")
-    assert result.exit_code == 0, result.output
-    assert "unavailable tensorrt" in result.output and "engine's share" in result.output
+def test_table_and_what_is_not_here(compress, end_to_end):
+    shown = compress(*end_to_end, "--engine", "tensorrt").shown
+    assert "unavailable tensorrt" in shown and "engine's share" in shown
 
 
 @pytest.mark.parametrize(
@@ -214,22 +197,19 @@ def build_compress(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
+def test_an_onnx_file_becomes_an_engine_and_commands(compress, tmp_path):
     path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe.tree": "0123"})
-    done = build_compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
-    assert done.exit_code == 0, done.exception
-    printed = json.loads(done.stdout)
+    printed = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json").document
     assert Path(printed["file"]) == tmp_path / "m.tensorrt-rtx.sm89-120.engine"
     assert Path(printed["file"]).stat().st_size == printed["engine_bytes"]
     assert (printed["sms"], printed["recipe"]) == ([89, 120], "0123")
     assert {row["target"] for row in printed["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
 
 
-def test_commands_are_printed_without_a_build(tmp_path):
+def test_commands_are_printed_without_a_build(compress, tmp_path):
     path = classifier(tmp_path / "m.onnx")
-    done = build_compress("build", "onnx", path, "--commands", "--batch", "1,2,4")
-    assert done.exit_code == 0
-    assert "--maxShapes=input:4x3x8x8" in done.stdout
+    shown = compress("build", "onnx", path, "--commands", "--batch", "1,2,4").shown
+    assert "--maxShapes=input:4x3x8x8" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
 
 
@@ -339,8 +319,7 @@ def floats(tmp_path):
 def test_a_file_is_quantized(compress, floats, monkeypatch, data, options, images):
     monkeypatch.syspath_prepend(str(floats))
     told = compress("ptq", "--onnx", "net.onnx", "--data", data, "--out", "run", "--json", *options, cwd=floats)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["images"] == images
+    assert told.document["images"] == images
     names = ["net.int8.onnx", "placement.csv", "quantization.json"]
     assert sorted(path.name for path in (floats / "run").iterdir()) == names
     open_session(floats / "run" / names[0])
@@ -348,15 +327,12 @@ def test_a_file_is_quantized(compress, floats, monkeypatch, data, options, image
 
 
 def test_what_stays_float_is_shown(compress, floats):
-    told = compress("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "run", cwd=floats)
-    assert "softmax" in told.stdout
-    assert "1 of 1 weighted operations are INT8" in told.stdout
-    assert "the file as it says against float, 4 images: " in told.stdout and " dB, good: " in told.stdout
-    assert "warning" not in told.stdout
+    shown = compress(*NET, "--out", "run", cwd=floats).shown
+    assert "softmax" in shown and "1 of 1 weighted operations are INT8" in shown and "warning" not in shown
+    assert "the file as it says against float, 4 images: " in shown and " dB, good: " in shown
     for command in ("bench", "report"):
-        told = compress(command, "run", cwd=floats)
-        assert told.returncode == 2
-        assert "is no run: `bench FLOAT.onnx run/net.int8.onnx` times it" in " ".join(told.stderr.split())
+        refused = compress(command, "run", cwd=floats).refused
+        assert "is no run: `bench FLOAT.onnx run/net.int8.onnx` times it" in refused
 
 
 def test_notes_are_shown(compress, floats):
@@ -395,9 +371,7 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
     ],
 )
 def test_refusals_of_ptq(compress, floats, words, text):
-    told = compress(*words, cwd=floats)
-    assert told.returncode == 2
-    assert text in " ".join(told.stderr.split())
+    assert text in compress(*words, cwd=floats).refused
     assert not [*floats.glob("run*")]
 
 
@@ -463,11 +437,10 @@ def test_damaged_pictures_of_a_folder_are_left_out_and_named(tmp_path):
 
 
 def test_a_quantized_file_begins_anew(compress, floats):
-    options = ["--data", "inputs.npz", "--out", "run"]
-    assert compress("ptq", "--onnx", "net.onnx", *options, cwd=floats).returncode == 0
+    assert compress(*NET, "--out", "run", cwd=floats).shown
     (floats / "run" / "net.int8.onnx").rename(floats / "q.onnx")
-    refused = compress("ptq", "--onnx", "q.onnx", *options, cwd=floats)
-    assert refused.returncode and "quantized already" in refused.stderr and "--again" in refused.stderr
-    done = compress("ptq", "--onnx", "q.onnx", *options, "--again", "--json", cwd=floats)
-    assert done.returncode == 0 and json.loads(done.stdout)["int8_share"] == 1
+    words = ("ptq", "--onnx", "q.onnx", "--data", "inputs.npz", "--out", "run")
+    refused = compress(*words, cwd=floats).refused
+    assert "quantized already" in refused and "--again" in refused
+    assert compress(*words, "--again", "--json", cwd=floats).document["int8_share"] == 1
     assert "QuantizeLinear" not in {n.op_type for n in onnx.load(floats / "run" / "q.float.onnx").graph.node}

@@ -29,7 +29,7 @@ from compress.quantization.numerics import QuantFormat, fake_quantize, scale_fro
 from compress.quantization.quantizer import quantizers
 from compress.training.passes import damping_loss
 from tests.exact import compute
-from tests.networks import network, tiny
+from tests.networks import minimized, network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SPEC = compress.QuantSpec(
@@ -73,17 +73,6 @@ def test_gradients_are_those_of_the_definition(bits, signed, narrow, axis, seed)
     torch.testing.assert_close(got_x, want_x)
     g = 1 / math.sqrt(elements * f.high)
     torch.testing.assert_close(got_amax, want_s * g * f.high)
-
-
-def minimized(optimizer, loss_of, steps):
-    losses = []
-    for _ in range(steps):
-        loss = loss_of()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from compress.training.checkpoint import (
 )
 from compress.training.passes import QUIET
 from tests.fresh import finish, start
-from tests.networks import unchanged
+from tests.networks import minimized, unchanged
 from tests.training.processes import run_tasks
 from tests.training.toy import convnet, linear, toy_data
 
@@ -89,10 +89,7 @@ def test_tied_views_and_channels_last(tmp_path):
 def trained(seed=0, optimizer=torch.optim.AdamW, steps=2, model=None):
     model = convnet(seed) if model is None else model
     optimizer = optimizer(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.randn(4, 3, 6, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    minimized(optimizer, lambda: model(torch.randn(4, 3, 6, 6)).square().mean(), steps)
     return Parts(model=model, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
 
 

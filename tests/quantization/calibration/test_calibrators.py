@@ -22,11 +22,15 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def amax_of(name, *batches, **options):
+def collected(name, *batches, **options):
     calibrator = make_calibrator(name, **options)
     for batch in batches:
         calibrator.collect(batch)
-    return calibrator.compute_amax()
+    return calibrator
+
+
+def amax_of(name, *batches, **options):
+    return collected(name, *batches, **options).compute_amax()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,8 +105,7 @@ def test_scalars_and_gradients(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_forgets(name):
-    calibrator = make_calibrator(name, axis=0)
-    calibrator.collect(randn(3, 50) * 100)
+    calibrator = collected(name, randn(3, 50) * 100, axis=0)
     calibrator.reset()
     with pytest.raises(CalibrationError, match="nothing was collected"):
         calibrator.compute_amax()
@@ -112,8 +115,7 @@ def test_reset_forgets(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compute_amax_changes_nothing(name):
-    calibrator = make_calibrator(name)
-    calibrator.collect(randn(500))
+    calibrator = collected(name, randn(500))
     first = calibrator.compute_amax()
     assert torch.equal(first, calibrator.compute_amax())
     first.fill_(-1)
@@ -139,9 +141,7 @@ def test_only_zeros_are_refused(name, axis):
     for x in (torch.zeros(3, 40), torch.full((3, 40), 1e-40)):
         with pytest.raises(CalibrationError, match="zero"):
             amax_of(name, x, x, axis=axis)
-        calibrator = make_calibrator(name, num_bits=8, axis=axis, signed=True)
-        calibrator.collect(x)
-        assert calibrator.only_zeros  # so that a network is quantized around the tensor
+        assert collected(name, x, axis=axis).only_zeros  # so that a network is quantized around the tensor
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,25 +169,18 @@ def test_channels_and_axes_that_do_not_fit(name):
 
 @pytest.mark.parametrize("name", ["percentile", "entropy", "mse"])
 def test_histogram_for_reports(name):
-    calibrator = make_calibrator(name)
-    assert calibrator.histogram is None
     x = randn(5000)
-    calibrator.collect(x[:100])
-    calibrator.collect(x)
-    counts, edges = calibrator.histogram
+    counts, edges = collected(name, x[:100], x).histogram
     assert counts.sum() == 5100 and len(edges) == len(counts) + 1
     assert edges[0] == 0 and edges[-2] < x.abs().max() <= edges[-1]
-    channels = make_calibrator(name, axis=0)
-    channels.collect(x.reshape(5, 1000))
-    counts, edges = channels.histogram
+    counts, edges = collected(name, x.reshape(5, 1000), axis=0).histogram
     assert counts.sum(1).tolist() == [1000] * 5 and edges.shape == (5, counts.shape[1] + 1)
-    assert make_calibrator("max").histogram is None
+    assert make_calibrator("max").histogram is make_calibrator(name).histogram is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_survives_copies(name):
-    calibrator = make_calibrator(name)
-    calibrator.collect(randn(500))
+    calibrator = collected(name, randn(500))
     for twin in (copy.deepcopy(calibrator), pickle.loads(pickle.dumps(calibrator))):
         assert torch.equal(twin.compute_amax(), calibrator.compute_amax())
         twin.collect(randn(500) * 10)

@@ -38,8 +38,8 @@ def collected(batches, *, rows=1, max_bins=MAX_BINS):
 
 def test_first_batch_is_numpys_histogram():
     x = randn(50_000)
-    magnitudes, counts = x.abs().double().numpy(), collected([x]).counts[0]
-    expected, _ = np.histogram(magnitudes, bins=BINS, range=(0, magnitudes.max()))
+    magnitudes, counts = x.abs().numpy(), collected([x]).counts[0]
+    expected, _ = np.histogram(magnitudes.astype(np.float64), bins=BINS, range=(0, magnitudes.max()))
     assert counts[BINS:].sum() == 0
     np.testing.assert_array_equal(counts[:BINS].numpy(), expected)
 

@@ -270,12 +270,6 @@ ATTENTION = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.Multihead
         (TinyResNet(), FLOAT, (2, 3, 32, 32), "no layer that can be quantized"),
         (ATTENTION, None, (5, 4), "attention: one opaque attention"),  # over rows without a batch
         (TinyResNet(), BLOCK, (2, 3, 32, 32), r"did you mean 'block2\.\*' \(4 layers\)"),
-        (
-            compress.insert_quantizers(nn.Sequential(conv(), conv()), torch.zeros(2, 4, 6, 6)),
-            None,
-            (2, 4, 6, 6),
-            "already",
-        ),
     ],
 )
 def test_what_cannot_gain_is_refused_with_the_first_reasons(model, spec, shape, words):
@@ -288,6 +282,12 @@ def test_no_more_than_three_reasons_are_given():
     with pytest.raises(QuantizationError, match="no layer that can be quantized") as error:
         placement(four, shape=(2, 2, 5))
     assert str(error.value).count("has hooks") == 3
+
+
+def test_a_quantized_network_is_refused():
+    made = compress.insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))
+    with pytest.raises(QuantizationError, match="quantized already"):
+        place(read_fx(made), compress.QuantSpec())
 
 
 def test_a_product_without_weights_is_quantized():

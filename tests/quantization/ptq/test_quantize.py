@@ -19,7 +19,7 @@ from compress.errors import CalibrationError, ExportError, QuantizationError
 from compress.quantization.quantizer import quantizers
 from compress.quantization.report import Comparison
 from compress.quantization.sensitivity import output_sqnr, sqnr, weight_sqnr
-from tests.networks import Net, TinyResNet, network, unchanged
+from tests.networks import Net, TinyResNet, minimized, network, unchanged
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
@@ -76,16 +76,11 @@ def test_copies_and_pickles(qmodel):
 
 
 def step(model, autocast=False):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(6):
+    def loss():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = nn.functional.cross_entropy(model(X).float(), torch.arange(4))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+            return nn.functional.cross_entropy(model(X).float(), torch.arange(4))
+
+    return minimized(torch.optim.SGD(model.parameters(), lr=0.05), loss, 6)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
