@@ -152,7 +152,7 @@ def test_loading_runs_no_code(cifar10, tmp_path, where):
         ({"data": pixels(0, 1), "labels": [10]}, "from 10 to 10, but 10 classes"),
         ({"data": pixels(0, 1), "labels": [-1]}, "from -1 to -1"),
         ({"data": pixels(0, 1), "labels": ["cat"]}, "no data and labels"),
-        (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.", "rot13"),  # code
+        (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.", "encoding 'rot13'"),  # code
     ],
 )
 def test_files_of_something_else(cifar10, content, message):
