@@ -135,13 +135,21 @@ def test_a_metric_that_returns_no_number_is_refused(value):
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def test_the_users_own_file_trains(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = load_recipe(EXAMPLES / "own_task.yaml")
-    data = load_data(recipe.data)
+def own_parts():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        recipe = load_recipe(EXAMPLES / "own_task.yaml")
+        data = load_data(recipe.data)
+        torch.manual_seed(0)
+        model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
+        return data, model, make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_the_users_own_file_trains():
+    data, model, task = own_parts()
     assert data.train.preprocessing.input_shape == (2, 32, 48)
-    task = make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
-    model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
     report = fit(model, data, TrainSpec(epochs=1, lr=0.05, warmup_epochs=0), batch_size=32, folder=None, task=task)
     assert list(report.final.values) == ["boundary_accuracy"]
     images, masks = data.val.load(list(range(len(data.val))), epoch=None, device=torch.device("cpu"))
@@ -213,15 +221,7 @@ class Killed(NoProgress):
 
 
 def train_own(folder, progress, *, resume):
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        recipe = load_recipe(EXAMPLES / "own_task.yaml")
-        data = load_data(recipe.data)
-        task = make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
-        torch.manual_seed(0)
-        model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    data, model, task = own_parts()
     spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0, checkpoint_steps=3)
     report = fit(model, data, spec, batch_size=64, folder=folder, task=task, resume=resume, progress=progress)
     return model.state_dict(), report
