@@ -1,16 +1,19 @@
 """INT8 results that are exact on every processor: sessions of ONNX Runtime, and the width of weights for OpenVINO."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+import torch
+from torch import nn
 
-from compress import WeightSpec
+import compress
 from compress.support.process import sums_bytes_in_16_bits
 
 # On x86 without VNNI, OpenVINO's sums of products with weights of 8 bits saturate.
-WEIGHTS = WeightSpec(num_bits=7 if sums_bytes_in_16_bits() else 8)
+WEIGHTS = compress.WeightSpec(num_bits=7 if sums_bytes_in_16_bits() else 8)
 
 
 def session_options() -> onnxruntime.SessionOptions:
@@ -44,6 +47,20 @@ def optimized(
 
 def kinds_on_engine(model: Path | str) -> list[str]:
     return [node.op_type for node in onnx.load(optimized(model)).graph.node]
+
+
+def exported(
+    model: nn.Module, x: torch.Tensor, path: Path, *, into: dict[str, Any] | None = None, **spec: Any
+) -> tuple[torch.fx.GraphModule, Path]:
+    # Quantize a model by a spec of these keys, and write it: the module and its file; `into` are options of the export.
+    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(**spec))
+    return qmodel, compress.export_onnx(qmodel, x, path, **(into or {}))
+
+
+def on_engine(path: Path | str, name: str, x: np.ndarray | torch.Tensor, **options: Any) -> torch.Tensor:
+    # Return the first result of a model with one input on one of compress's engines.
+    with compress.build_engine(path, name, **options) as engine:
+        return torch.from_numpy(next(iter(engine.run({engine.inputs[0].name: np.asarray(x)}).values())))
 
 
 def compute(model: Path | str | onnx.ModelProto, x: np.ndarray, *, optimize: bool = True) -> np.ndarray:

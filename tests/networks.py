@@ -108,6 +108,18 @@ def narrow(num_classes: int = 10) -> nn.Module:
     )
 
 
+def minimized(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+    # Train by hand: the losses of the steps. Gradients of the last one are left.
+    losses = []
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @contextmanager
 def unchanged(*models: nn.Module) -> Iterator[None]:
     # Assert that weights, statistics and other buffers are the same after the block, to the bit.

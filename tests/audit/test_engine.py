@@ -14,7 +14,7 @@ from compress.roofline_model import Device
 from tests.engines.cuda.qdq import Builder
 
 RECORDED = Path(__file__).parent / "nvidia"
-BIG, SMALL = (-1, 64, 8, 8), (-1, 16, 8, 8)
+BIG = (-1, 64, 8, 8)
 N = 64 * 64
 DEVICE = Device(
     name="toy",
@@ -41,14 +41,14 @@ def conv(name, source, target, *extra, weight="int8", kernel=3, **more):
     )
 
 
+def audited(*layers):
+    return audit_listing(EngineListing(source="test", layers=layers, inputs=("x",), outputs=("y",)))
+
+
 def kernel(name, sources, target, nodes=(), kind="kgen"):
     return EngineLayer(
         name=name, kind=kind, onnx_nodes=tuple(nodes), inputs=tuple(t(*s) for s in sources), outputs=(t(*target),)
     )
-
-
-def listing(*layers, outputs=("y",)):
-    return EngineListing(source="test", layers=layers, inputs=("x",), outputs=outputs)
 
 
 def kinds(audit):
@@ -60,13 +60,11 @@ def finding(audit, kind):
 
 
 def test_a_good_engine_has_nothing_to_report():
-    audit = audit_listing(
-        listing(
-            kernel("q", [("x", "fp32")], ("x8", "int8")),
-            conv("a", ("x8", "int8"), ("a8", "int8")),
-            conv("b", ("a8", "int8"), ("b8", "int8"), ("x8", "int8")),
-            conv("c", ("b8", "int8"), ("c8", "int8")),
-        )
+    audit = audited(
+        kernel("q", [("x", "fp32")], ("x8", "int8")),
+        conv("a", ("x8", "int8"), ("a8", "int8")),
+        conv("b", ("a8", "int8"), ("b8", "int8"), ("x8", "int8")),
+        conv("c", ("b8", "int8"), ("c8", "int8")),
     )
     assert audit.findings == () and audit.advice == ""
     assert audit.activation_bytes == N * (4 + 1 + 2 + 3 + 2)
@@ -76,14 +74,12 @@ def test_a_good_engine_has_nothing_to_report():
 
 
 def test_requantize_kernels_and_wide_outputs():
-    audit = audit_listing(
-        listing(
-            kernel("q", [("x", "fp32")], ("x8", "int8")),
-            conv("a", ("x8", "int8"), ("a32", "fp32")),
-            kernel("r", [("a32", "fp32")], ("a8", "int8")),
-            conv("b", ("a8", "int8"), ("b32", "fp32")),
-            kernel("s", [("b32", "fp32"), ("x8", "int8")], ("y", "fp32"), ["/add/Add"]),
-        )
+    audit = audited(
+        kernel("q", [("x", "fp32")], ("x8", "int8")),
+        conv("a", ("x8", "int8"), ("a32", "fp32")),
+        kernel("r", [("a32", "fp32")], ("a8", "int8")),
+        conv("b", ("a8", "int8"), ("b32", "fp32")),
+        kernel("s", [("b32", "fp32"), ("x8", "int8")], ("y", "fp32"), ["/add/Add"]),
     )
     assert [layer.role for layer in audit.layers] == ["quantize", "weighted", "requantize", "weighted", "add"]
     assert finding(audit, "float output").layers == ("a", "b")
@@ -99,19 +95,17 @@ def test_requantize_kernels_and_wide_outputs():
 
 
 def test_layers_that_fell_to_floating_point():
-    audit = audit_listing(
-        listing(
-            conv("a", ("x", "int8"), ("a8", "int8")),
-            conv("b", ("a8", "int8"), ("b16", "fp16")),
-            conv("c", ("b16", "fp16"), ("y", "fp16"), weight="fp16"),
-        )
+    audit = audited(
+        conv("a", ("x", "int8"), ("a8", "int8")),
+        conv("b", ("a8", "int8"), ("b16", "fp16")),
+        conv("c", ("b16", "fp16"), ("y", "fp16"), weight="fp16"),
     )
     assert finding(audit, "float layer").layers == ("c",) and "1 of 3" in finding(audit, "float layer").text
     assert audit.share("int8") == pytest.approx(2 / 3)
 
 
 def test_fp32_engine_is_reported_of_fp16():
-    audit = audit_listing(listing(conv("a", ("x", "fp32"), ("y", "fp32"), weight="fp32")))
+    audit = audited(conv("a", ("x", "fp32"), ("y", "fp32"), weight="fp32"))
     assert audit.findings == () and "computes in FP32" in audit.advice
 
 
@@ -127,9 +121,9 @@ def test_fp32_engine_is_reported_of_fp16():
 )
 def test_sparse_weights(tactic, known, expected):
     layer = conv("a", ("x", "int8"), ("y", "int8"), tactic=tactic, sparse_weights=known)
-    assert kinds(audit_listing(listing(layer))) == expected
-    silent = replace(layer, sparse_weights=None)
-    assert kinds(audit_listing(listing(silent), sparse_nodes={"/a/Conv"} if known else ())) == expected
+    assert kinds(audited(layer)) == expected
+    silent = EngineListing(source="test", layers=(replace(layer, sparse_weights=None),), inputs=("x",), outputs=("y",))
+    assert kinds(audit_listing(silent, sparse_nodes={"/a/Conv"} if known else ())) == expected
 
 
 def test_reformats_and_batch():
@@ -144,7 +138,7 @@ def test_reformats_and_batch():
         kernel("__myl_TranCast_myl0_1", [("m", "fp16")], ("n", "fp16")),
         conv("a", ("n", "fp16"), ("y", "fp16"), weight="fp16"),
     )
-    one, four = (audit_listing(listing(*(fixed(layer, b) for layer in layers))) for b in (-1, 4))
+    one, four = (audited(*(fixed(layer, b) for layer in layers)) for b in (-1, 4))
     assert (one.fixed_batch, four.fixed_batch) == (None, 4)
     assert one.activation_bytes == four.activation_bytes == N * 12
     assert [layer.macs for layer in one.layers] == [layer.macs for layer in four.layers] == [0, 0, N * 64 * 9]
@@ -165,12 +159,7 @@ def test_bytes_of_the_recorded_engines():
 
 
 def test_roofline_of_engine_layers():
-    audit = audit_listing(
-        listing(
-            conv("a", ("x", "int8"), ("a32", "fp32")),
-            kernel("r", [("a32", "fp32")], ("y", "int8")),
-        )
-    )
+    audit = audited(conv("a", ("x", "int8"), ("a32", "fp32")), kernel("r", [("a32", "fp32")], ("y", "int8")))
     bound = engine_roofline(audit, device=DEVICE, batch_size=2)
     first, second = bound.rows
     assert first.flops == 2 * 2 * N * 64 * 9
@@ -181,16 +170,13 @@ def test_roofline_of_engine_layers():
 
 
 def test_where_int8_pays():
-    audit = audit_listing(
-        listing(
-            kernel("q", [("x", "fp32")], ("x8", "int8")),
-            conv("a", ("x8", "int8"), ("a32", "fp32")),
-            kernel("r", [("a32", "fp32")], ("y8", "int8")),
-        )
+    audit = audited(
+        kernel("q", [("x", "fp32")], ("x8", "int8")),
+        conv("a", ("x8", "int8"), ("a32", "fp32")),
+        kernel("r", [("a32", "fp32")], ("y8", "int8")),
     )
-    slow = replace(DEVICE, bandwidth_bytes_per_s=1e9)
-    fast = replace(DEVICE, bandwidth_bytes_per_s=1e15)
-    (memory,), (compute,) = (int8_choices(audit, device=d, batch_size=2) for d in (slow, fast))
+    devices = (replace(DEVICE, bandwidth_bytes_per_s=speed) for speed in (1e9, 1e15))
+    (memory,), (compute,) = (int8_choices(audit, device=device, batch_size=2) for device in devices)
     assert not memory.int8_pays and compute.int8_pays
     assert memory.int8_bytes == 10 * N and memory.fp16_bytes == 4 * N
     assert compute.fp16_ms == pytest.approx(2 * compute.int8_ms, rel=1e-2)
@@ -199,9 +185,8 @@ def test_where_int8_pays():
 
 
 def test_unknown_device():
-    audit = audit_listing(listing(conv("a", ("x", "int8"), ("y", "int8"))))
     with pytest.raises(RooflineError, match="rtx4090"):
-        engine_roofline(audit, device="rtx4091")
+        engine_roofline(audited(conv("a", ("x", "int8"), ("y", "int8"))), device="rtx4091")
 
 
 # The audit of what our own engine makes of a file: types, bytes and products against hand counts.

@@ -217,10 +217,9 @@ def test_the_first_of_several_profiles():
 
 
 def test_a_fused_product_of_10():
-    layer = product(LayerType="fusion", Name="__myl_FcCastAddErf", Inputs=product()["Inputs"][:1])
-    assert operation(parsed(convolution(), layer).layers[1]) == "product"
-    layer = product(LayerType="fusion", Name="__myl_AddRelu", TacticName="", Inputs=product()["Inputs"][:1])
-    assert operation(parsed(convolution(), layer).layers[1]) == "pointwise"
+    for more, expected in (({"Name": "__myl_FcCastAddErf"}, "product"), ({"TacticName": ""}, "pointwise")):
+        more = {"LayerType": "fusion", "Name": "__myl_AddRelu", "Inputs": product()["Inputs"][:1]} | more
+        assert operation(parsed(convolution(), product(**more)).layers[1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -256,8 +255,7 @@ def test_a_real_build(tmp_path):
 
     model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 1), nn.ReLU()).eval()
     x = torch.randn(2, 16, 12, 12)
-    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec())
-    found = {}
+    qmodel, found = compress.quantize(model, x, [x]), {}
     for scales in ("weight", "output"):
         path = compress.export_onnx(qmodel, x, tmp_path / f"{scales}.onnx", precision="fp16", channel_scales=scales)
         built = build_tensorrt(path, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))

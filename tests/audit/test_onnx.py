@@ -9,12 +9,12 @@ import torch
 from onnx import helper
 from torch import nn
 
-from compress import QuantSpec, Rule, audit_onnx, cast_onnx, export_onnx, quantize, quantize_onnx, to_pt2e
+from compress import QuantSpec, Rule, audit_onnx, cast_onnx, quantize_onnx, to_pt2e
 from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.cli.inspect_file import inspect_onnx
 from compress.errors import AuditError
 from compress.support.process import sums_bytes_in_16_bits
-from tests.exact import kinds_on_engine
+from tests.exact import exported, kinds_on_engine
 from tests.onnx_models import onnx_model
 
 FILE = """
@@ -33,14 +33,23 @@ audited (float[1,2,4,4] x, float[1,2,4,4] z) => (float[1,4,2,2] y)
 """.replace("QUANTS", ", ".join(["1"] * 144)).replace("MAP", ", ".join(["0.5"] * 32))
 
 
+def audited(text, folder, change=None):
+    # The audit of a model that is given as text, and changed.
+    model = onnx.parser.parse_model(text)
+    if change is not None:
+        change(model)
+    onnx.save(model, folder / "m.onnx")
+    return audit_onnx(folder / "m.onnx")
+
+
 @pytest.mark.parametrize(
     ("parts", "int8"),
     [("x_d, z_d", True), ("x_d, z", False), ("z, x_d", False), ("x_d, map", False), ("x_d, x_d", True)],
 )
 def test_a_concat_is_quantized_if_all_of_its_inputs_are(parts, int8, tmp_path):
-    onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", parts)), tmp_path / "m.onnx")
-    (row,) = audit_onnx(tmp_path / "m.onnx").rows
-    assert row.int8 is int8 and row.weight_type == "int8"
+    audit = audited(FILE.replace("PARTS", parts), tmp_path)
+    (row,) = audit.rows
+    assert row.int8 is int8 and row.weight_type == "int8" and audit.int8_share == float(int8)
     assert row.reason == ("" if int8 else "its input is not quantized")
 
 
@@ -70,41 +79,32 @@ BETWEEN = "c_q = QuantizeLinear(c, s, zero) y = DequantizeLinear(c_q, s, zero)"
 )
 def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
     openvino = pytest.importorskip("openvino")
-    path = tmp_path / "m.onnx"
-    onnx.save(onnx.parser.parse_model(FOREIGN.replace("BODY", body)), path)
+    (row,), path = audited(FOREIGN.replace("BODY", body), tmp_path).rows, tmp_path / "m.onnx"
     model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
     facts = [{key: str(value.astype(str)) for key, value in op.get_rt_info().items()} for op in model.get_ops()]
     (precision,) = {one["runtimePrecision"] for one in facts if one["layerType"] in ("Convolution", "Deconvolution")}
-    (row,) = audit_onnx(path).rows
     of_processor = "to = 16" in body and sums_bytes_in_16_bits()  # a cast to bfloat16, which older processors lack
     assert of_processor or row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
     assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds_on_engine(path) else "FP32")
-
-
-@pytest.mark.parametrize(("parts", "share"), [("x_d, z_d", 1.0), ("x_d, z", 0.0)])
-def test_the_share_of_weights_in_int8(parts, share, tmp_path):
-    onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", parts)), tmp_path / "m.onnx")
-    assert audit_onnx(tmp_path / "m.onnx").int8_share == share
 
 
 def test_a_file_that_quantizes_its_own_weights_in_nodes_of_any_order_is_int8(tmp_path):
     own = FOREIGN.replace("int8[8,8,1,1] q =", "float[8,8,1,1] v =").replace(
         "w = Deq", "q = QuantizeLinear(v, s, zero) w = Deq"
     )
-    proto = onnx.parser.parse_model(own.replace("21", "17").replace("BODY", f"c = Conv(d, w) {BETWEEN}"))
-    nodes = list(proto.graph.node)[::-1]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    proto.ir_version = 8
-    onnx.save(proto, tmp_path / "m.onnx")
-    assert audit_onnx(tmp_path / "m.onnx").int8_share == 1.0
+
+    def reverse(proto):
+        proto.graph.node.reverse()
+        proto.ir_version = 8
+
+    text = own.replace("21", "17").replace("BODY", f"c = Conv(d, w) {BETWEEN}")
+    assert audited(text, tmp_path, reverse).int8_share == 1.0
     assert "int8" in str({value.dtype for _, value in to_pt2e(tmp_path / "m.onnx").named_buffers()})
 
 
 def test_a_scale_of_zero_is_refused_by_the_result_of_a_node_without_a_name(tmp_path):
-    onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", "x_d, z_d").replace("{0.1}", "{0}")), tmp_path / "m.onnx")
     with pytest.raises(AuditError, match=r"^x_q: scale is 0\.0 in 1 of 1 places"):
-        audit_onnx(tmp_path / "m.onnx")
+        audited(FILE.replace("PARTS", "x_d, z_d").replace("{0.1}", "{0}"), tmp_path)
 
 
 KINDS = (
@@ -132,8 +132,7 @@ audited (float[1,2,4,4] x, float[2,4] a, float[4,3] b)
 
 
 def test_every_column_of_the_audit(tmp_path):
-    onnx.save(onnx.parser.parse_model(KINDS), tmp_path / "m.onnx")
-    audit = audit_onnx(tmp_path / "m.onnx")
+    audit = audited(KINDS, tmp_path)
     assert (audit.opset, audit.activation_pairs, audit.float_type, audit.metadata) == (21, 2, "float32", {"k": "v"})
     assert audit.ops == {"Conv": 1, "DequantizeLinear": 4, "Gemm": 1, "MatMul": 2, "QuantizeLinear": 2}
     columns = [
@@ -161,8 +160,7 @@ def test_every_column_of_the_audit(tmp_path):
 def test_halves_make_a_file_of_float16_and_fp8_is_not_int8(tmp_path):
     text = KINDS.replace("float[4,3] w", "float16[4,3] w").replace("float[2,4] a", "float16[2,4] a")
     text = text.replace("float[2,3] plain", "float16[2,3] plain").replace("QuantizeLinear(a, s", "QuantizeLinear(x, s")
-    onnx.save(onnx.parser.parse_model(text.replace("int8[4,4] g", "float8e4m3fn[4,4] g")), tmp_path / "m.onnx")
-    audit = audit_onnx(tmp_path / "m.onnx")
+    audit = audited(text.replace("int8[4,4] g", "float8e4m3fn[4,4] g"), tmp_path)
     assert audit.float_type == "float16"
     assert audit.rows[-1].reason == "its weight is FP8, not INT8" and not audit.rows[-1].int8
 
@@ -172,13 +170,13 @@ def test_halves_make_a_file_of_float16_and_fp8_is_not_int8(tmp_path):
     [("-0.5", r"-0\.5 in 1 of 2"), ("inf", "inf in 1 of 2"), ("nan", "nan in 1 of 2")],
 )
 def test_scales_that_are_not_positive_and_finite_are_refused(tmp_path, scale, words):
-    model = onnx.parser.parse_model(KINDS)
-    (each,) = [tensor for tensor in model.graph.initializer if tensor.name == "each"]
-    each.CopyFrom(onnx.numpy_helper.from_array(np.array([0.1, float(scale)], np.float32), "each"))
-    model.graph.node[2].name = "weights"
-    onnx.save(model, tmp_path / "m.onnx")
+    def change(model):
+        (each,) = [tensor for tensor in model.graph.initializer if tensor.name == "each"]
+        each.CopyFrom(onnx.numpy_helper.from_array(np.array([0.1, float(scale)], np.float32), "each"))
+        model.graph.node[2].name = "weights"
+
     with pytest.raises(AuditError, match=rf"^weights: scale is {words} places"):
-        audit_onnx(tmp_path / "m.onnx")
+        audited(KINDS, tmp_path, change)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +256,7 @@ plain (float[2,4] a, float[4,3] b)
 
 def test_without_a_zero_point_integers_have_no_sign_and_only_matrices_have_a_pattern(tmp_path):
     # As ONNX says of QuantizeLinear; a weight that is turned twice has its inputs on the first axis.
-    onnx.save(onnx.parser.parse_model(PLAIN), tmp_path / "m.onnx")
-    types = {row.name: (row.input_type, row.weight_type) for row in audit_onnx(tmp_path / "m.onnx").rows}
+    types = {row.name: (row.input_type, row.weight_type) for row in audited(PLAIN, tmp_path).rows}
     assert types["both"] == ("uint8", "float") and types["free"] == ("float", "float")
     assert [(r.name, r.violations, r.zeros) for r in audit_sparsity(tmp_path / "m.onnx")] == [
         ("turned", 0, 0.5),
@@ -271,12 +268,12 @@ def test_without_a_zero_point_integers_have_no_sign_and_only_matrices_have_a_pat
 
 
 def test_types_that_the_checker_lets_pass_are_refused(tmp_path):
-    model = onnx.parser.parse_model(PLAIN)
-    (scale,) = [tensor for tensor in model.graph.initializer if tensor.name == "s"]
-    scale.data_type = 99
-    onnx.save(model, tmp_path / "m.onnx")
+    def change(model):
+        (scale,) = [tensor for tensor in model.graph.initializer if tensor.name == "s"]
+        scale.data_type = 99
+
     with pytest.raises(AuditError, match="is not a valid ONNX file"):
-        audit_onnx(tmp_path / "m.onnx")
+        audited(PLAIN, tmp_path, change)
 
 
 def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
@@ -294,8 +291,7 @@ def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
 def test_scales_of_half_precision_are_float_on_onnxruntime(precision, tmp_path):
     # The engine's own graph is the oracle.
     model, x = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 16)
-    qmodel = quantize(model, x, [x], spec=QuantSpec(target="onnxruntime"))
-    path = export_onnx(qmodel, x, tmp_path / "m.onnx", precision=precision)
+    _, path = exported(model, x, tmp_path / "m.onnx", into={"precision": precision}, target="onnxruntime")
     products = kinds_on_engine(path).count("QGemm")
     assert sum(row.int8 for row in audit_onnx(path).rows) == products == (2 if precision == "fp32" else 0)
 

@@ -18,7 +18,7 @@ from compress.audit.engine import (
 )
 from compress.engines.base import RuntimeLayer
 from compress.support.process import sums_bytes_in_16_bits
-from tests.exact import optimized
+from tests.exact import exported, optimized
 from tests.further import further
 from tests.networks import Net
 
@@ -129,8 +129,7 @@ def test_moved_and_clipped_tensors_are_int8_where_the_audit_says_so(target, tmp_
 )
 def test_a_convolution_whose_result_is_not_rounded_is_float_on_onnx_runtime(network, tmp_path):
     x = torch.randn(2, 3, 16, 16)
-    qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="onnxruntime", head="quantize"))
-    path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
+    _, path = exported(network, x, tmp_path / "x.onnx", target="onnxruntime", head="quantize")
     float_rows = {row.name: row.reason for row in compress.audit_onnx(path).rows if not row.int8}
     with compress.build_engine(path, "onnxruntime", profile="yes") as engine:
         kinds = {layer.original_names[0]: layer.kind for layer in engine.runtime_layers()}
@@ -141,8 +140,7 @@ def test_a_convolution_whose_result_is_not_rounded_is_float_on_onnx_runtime(netw
 def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):
     # In a file for OpenVINO the last convolution's result is not rounded; ONNX Runtime's own graph is the oracle.
     network, x = NETWORKS["chain"]()
-    qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
-    path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
+    _, path = exported(network, x, tmp_path / "x.onnx", target="openvino")
     nodes = [row.name for row in compress.audit_onnx(path).rows if row.int8]
     with compress.build_engine(path, "onnxruntime", profile="yes") as engine:
         lost = lost_in_runtime(engine.runtime_layers(), nodes, folded_names(path))
@@ -151,10 +149,8 @@ def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):
 
 
 def test_names_beyond_the_first_are_counted():
-    nodes = [f"/{i}/Conv" for i in range(14)]
-    (message,) = unmet_by_audit(audit(*["fp16"] * 14), "int8", nodes)
-    listed = message.rpartition(": ")[2]
-    names, _, more = listed.partition(" and ")
+    (message,) = unmet_by_audit(audit(*["fp16"] * 14), "int8", [f"/{i}/Conv" for i in range(14)])
+    names, _, more = message.rpartition(": ")[2].partition(" and ")
     assert len(names.split(", ")) + int(more.removesuffix(" more")) == 14
 
 
@@ -193,8 +189,7 @@ def test_no_product_is_lost_whose_name_the_engine_does_not_keep(tmp_path):
     # OpenVINO calls a product of attention by the last of the scales after it, which the file computes from sizes.
     model, x = TOKENS["attention"]().eval(), torch.randn(2, 8, 32)
     torch.onnx.export(model, (x,), str(tmp_path / "float.onnx"), dynamo=False, opset_version=17)
-    spec = compress.QuantSpec(target="openvino")
-    path = compress.quantize_onnx(tmp_path / "float.onnx", [x], spec=spec, out=tmp_path / "int8.onnx")
+    path = compress.quantize_onnx(tmp_path / "float.onnx", [x], spec=compress.QuantSpec(target="openvino"))
     nodes = [row.name for row in compress.audit_onnx(path).rows if row.int8]
     with compress.build_engine(path, "openvino", precision="f32") as engine:
         layers = engine.runtime_layers()

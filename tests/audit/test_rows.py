@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 from torchvision.models import SwinTransformer, VisionTransformer
 from typer.testing import CliRunner
 
@@ -22,6 +23,7 @@ from compress.audit.engine import (
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.cli.app import app
 from compress.records.files import EngineRow
+from tests.onnx_models import onnx_model
 
 
 @pytest.fixture(scope="module", params=["INT8 ViT", "fp16 Swin"])
@@ -86,44 +88,40 @@ def layer(name, sources, targets, nodes=(), kind="kgen"):
     )
 
 
+def listing(*layers, inputs=(), outputs=()):
+    return EngineListing(source="test", layers=layers, inputs=inputs, outputs=outputs)
+
+
+def of(*dims, users=("far",), result=False):
+    return (NodeOutput(dims=dims, users=frozenset(users), result=result),)
+
+
 def rows(listing, shapes=None):
     found = with_rows(listing, shapes)
     return {(t.name, t.shape): t.rows for x in found.layers for t in (*x.inputs, *x.outputs)}
 
 
 def test_two_answers_are_no_answer():
-    shapes = {
-        "all": (NodeOutput(dims=(17, 64), users=frozenset({"far"}), result=False),),
-        "one": (NodeOutput(dims=(64,), users=frozenset({"far"}), result=False),),
-    }
     for nodes, expected in ((("all",), 17), (("one",), 1), (("all", "one"), None)):
-        listing = EngineListing(source="test", layers=(layer("k", [], [("t", (-1, 64))], nodes),))
-        assert rows(listing, shapes) == {("t", (-1, 64)): expected}
+        found = rows(listing(layer("k", [], [("t", (-1, 64))], nodes)), {"all": of(17, 64), "one": of(64)})
+        assert found == {("t", (-1, 64)): expected}
 
 
 def test_what_a_kernel_keeps_to_itself_does_not_count():
-    shapes = {
-        "split": (NodeOutput(dims=(17, 3, 2, 32), users=frozenset({"gather"}), result=False),),
-        "gather": (NodeOutput(dims=(2, 17, 32), users=frozenset({"matmul"}), result=False),),
-    }
-    listing = EngineListing(source="test", layers=(layer("k", [], [("q", (-1, 17, 32))], ("split", "gather")),))
-    assert rows(listing, shapes) == {("q", (-1, 17, 32)): 2}
+    shapes = {"split": of(17, 3, 2, 32, users=["gather"]), "gather": of(2, 17, 32, users=["matmul"])}
+    found = rows(listing(layer("k", [], [("q", (-1, 17, 32))], ("split", "gather"))), shapes)
+    assert found == {("q", (-1, 17, 32)): 2}
 
 
 def test_views_and_products_keep_rows_and_moves_keep_elements():
-    shapes = {"norm": (NodeOutput(dims=(17, 64), users=frozenset({"fc"}), result=False),)}
-    listing = EngineListing(
-        source="test",
-        inputs=("x",),
-        layers=(
-            layer("__myl_AddMul_myl0_0", [("x", (-1, 17, 64))], [("n", (-1, 17, 64))], ("norm",)),
-            layer("fc", [("n", (-1, 64))], [("f", (-1, 192))], kind="gemm"),
-            layer("__myl_ReshTran_myl0_2", [("f", (-1, 192))], [("h", (-1, 96))]),
-            layer("__myl_ReshMean_myl0_3", [("h", (-1, 96))], [("m", (-1, 32))]),
-            layer("k", [("z", (-1, 3, -1))], []),
-        ),
+    layers = (
+        layer("__myl_AddMul_myl0_0", [("x", (-1, 17, 64))], [("n", (-1, 17, 64))], ("norm",)),
+        layer("fc", [("n", (-1, 64))], [("f", (-1, 192))], kind="gemm"),
+        layer("__myl_ReshTran_myl0_2", [("f", (-1, 192))], [("h", (-1, 96))]),
+        layer("__myl_ReshMean_myl0_3", [("h", (-1, 96))], [("m", (-1, 32))]),
+        layer("k", [("z", (-1, 3, -1))], []),
     )
-    found = rows(listing, shapes)
+    found = rows(listing(*layers, inputs=("x",)), {"norm": of(17, 64, users=["fc"])})
     assert found["n", (-1, 64)] == found["f", (-1, 192)] == 17
     assert found["h", (-1, 96)] == 2 * 17
     assert found["m", (-1, 32)] is None and found["z", (-1, 3, -1)] is None
@@ -131,73 +129,47 @@ def test_views_and_products_keep_rows_and_moves_keep_elements():
 
 def test_a_part_of_a_tensor_has_its_rows_and_no_more_is_written_than_read():
     # Queries, cut out of (windows, tokens, 3 * 32): the node that the kernel names leaves all three.
-    shapes = {"qkv": (NodeOutput(dims=(16, 16, 96), users=frozenset({"split"}), result=False),)}
     whole = layer("fc", [("x", (-1, 256, 8))], [("f", (-1, 96))], ("qkv",), kind="gemm")
     cut = layer("__myl_AddReshTranMaxr_myl0_1", [("f", (-1, 32))], [("q", (-1, 16, 16))], ("qkv",))
     for strides, part, queries in (((96, 1), 256, None), ((32, 1), 768, 96)):
         written, read = (replace(t, strides=s) for t, s in ((whole.outputs[0], (96, 1)), (cut.inputs[0], strides)))
-        listing = EngineListing(
-            source="test",
-            inputs=("x",),
-            layers=(replace(whole, outputs=(written,)), replace(cut, inputs=(read,))),
-        )
-        found = rows(listing, shapes)
+        layers = (replace(whole, outputs=(written,)), replace(cut, inputs=(read,)))
+        found = rows(listing(*layers, inputs=("x",)), {"qkv": of(16, 16, 96, users=["split"])})
         assert found["f", (-1, 96)] == 256 and found["f", (-1, 32)] == part
         assert found["q", (-1, 16, 16)] == queries
 
 
 def test_reading_more_than_was_written_is_a_contradiction():
-    shapes = {"a": (NodeOutput(dims=(8,), users=frozenset({"b"}), result=False),)}
     layers = (
         layer("k", [], [("t", (-1, 8))], ("a",)),
         layer("p", [("t", (-1, 64)), ("x", (-1, 64))], [("y", (-1, 64))], kind="gemm"),
     )
-    found = rows(EngineListing(source="test", layers=layers, inputs=("x",)), shapes)
+    found = rows(listing(*layers, inputs=("x",)), {"a": of(8, users=["b"])})
     assert found["t", (-1, 8)] is None and found["t", (-1, 64)] is None and found["x", (-1, 64)] == 1
 
 
 def test_a_kernel_that_repeats_may_write_more_than_it_reads():
-    shapes = {
-        "n": (NodeOutput(dims=(16, 8), users=frozenset({"far"}), result=False),),
-        "m": (NodeOutput(dims=(4, 8), users=frozenset({"n"}), result=False),),
-    }
     for step, expected in (("AddRepl", 16), ("AddMul", 4)):
         layers = (
             layer("fc", [], [("s", (-1, 8))], ("m",), kind="gemm"),
             layer(f"__myl_{step}_myl0_1", [("s", (-1, 8))], [("t", (-1, 8))], ("n",)),
         )
-        assert rows(EngineListing(source="test", layers=layers), shapes)["t", (-1, 8)] == expected
+        assert rows(listing(*layers), {"n": of(16, 8), "m": of(4, 8, users=["n"])})["t", (-1, 8)] == expected
 
 
 def test_shapes_of_a_file_with_a_reshape(tmp_path):
-    graph = helper.make_graph(
-        [
-            helper.make_node("Reshape", ["x", "flat"], ["rows"], name="reshape"),
-            helper.make_node("MatMul", ["rows", "w"], ["y"], name="matmul"),
-        ],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 17, 64])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            helper.make_tensor("flat", TensorProto.INT64, [2], [-1, 64]),
-            helper.make_tensor("w", TensorProto.FLOAT, [64, 32], bytes(64 * 32 * 4), raw=True),
-        ],
-    )
+    nodes = [
+        helper.make_node("Reshape", ["x", "flat"], ["rows"], name="reshape"),
+        helper.make_node("MatMul", ["rows", "w"], ["y"], name="matmul"),
+    ]
+    held = {"flat": np.array([-1, 64]), "w": np.zeros((64, 32), np.float32)}
     path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph), path)
+    onnx.save(onnx_model(nodes, {"x": ["batch", 17, 64]}, {"y": None}, held), path)
     found = onnx_shapes(path)
     assert [out.dims for out in found["reshape"]] == [(17, 64)] and found["reshape"][0].users == {"matmul"}
     assert [(out.dims, out.result) for out in found["matmul"]] == [((17, 32), True)]
     path.write_bytes(b"no model")
     assert onnx_shapes(path) == {}
-
-
-def listing(*layers, inputs=(), outputs=()):
-    return EngineListing(source="test", layers=layers, inputs=inputs, outputs=outputs)
-
-
-def of(dims, *, users=("far",), result=False):
-    return (NodeOutput(dims=dims, users=frozenset(users), result=result),)
 
 
 def test_the_networks_own_tensors_have_one_row_for_each_image():
@@ -221,7 +193,7 @@ def test_a_view_with_the_strides_but_another_open_dimension_is_no_part(view, exp
     written, read = layer("k", [], [("t", (-1, 4, 8))], ("n",)), layer("k", [("t", view)], [])
     written = replace(written, outputs=tuple(replace(t, strides=(32, 8, 1)) for t in written.outputs))
     read = replace(read, inputs=tuple(replace(t, strides=(32, 8, 1)) for t in read.inputs))
-    assert rows(listing(written, read), {"n": of((2, 4, 8))}) == {("t", (-1, 4, 8)): 2, ("t", view): expected}
+    assert rows(listing(written, read), {"n": of(2, 4, 8)}) == {("t", (-1, 4, 8)): 2, ("t", view): expected}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +217,7 @@ def test_rows_through_kernels(step, read, written, expected):
     sources, targets = (
         [(f"{name}{i}", shape) for i, shape in enumerate(side)] for name, side in (("s", read), ("t", written))
     )
-    found = rows(listing(first, layer(f"__myl_{step}_myl0_1", sources, targets)), {"n": of((17, 64))})
+    found = rows(listing(first, layer(f"__myl_{step}_myl0_1", sources, targets)), {"n": of(17, 64)})
     assert found["s0", (-1, 64)] == 17 and found["t0", written[0]] == expected
 
 
@@ -267,7 +239,7 @@ def test_rows_through_kernels(step, read, written, expected):
 def test_rows_of_other_tensors_of_a_layer(kind, name, shapes, expected):
     source, target = shapes
     first = layer("first", [], [("s", source)], ("n",))
-    found = rows(listing(first, layer(name, [("s", source)], [("t", target)], kind=kind)), {"n": of((3, 9, 8))})
+    found = rows(listing(first, layer(name, [("s", source)], [("t", target)], kind=kind)), {"n": of(3, 9, 8)})
     assert found["s", source] == 3 and found["t", target] == expected
 
 
@@ -276,7 +248,7 @@ def test_a_layer_that_reads_different_rows_says_nothing_of_its_result():
     second = layer("second", [], [("b", (-1, 9, 8))], ("m",))
     both = layer("conv", [("a", (-1, 9, 8)), ("b", (-1, 9, 8))], [("t", (-1, 9, 8))], kind="correlation")
     for dims, expected in (((2, 9, 8), None), ((3, 9, 8), 3)):
-        found = rows(listing(first, second, both), {"n": of((3, 9, 8)), "m": of(dims)})
+        found = rows(listing(first, second, both), {"n": of(3, 9, 8), "m": of(*dims)})
         assert found["t", (-1, 9, 8)] == expected
 
 
@@ -284,7 +256,7 @@ def test_a_layer_that_reads_different_rows_says_nothing_of_its_result():
     ("users", "result", "expected"), [(("k",), False, None), (("k",), True, 17), (("k", "far"), False, 17)]
 )
 def test_a_result_leaves_its_layer_where_another_reads_it_or_the_network_returns_it(users, result, expected):
-    found = rows(listing(layer("l", [], [("t", (-1, 64))], ("k",))), {"k": of((17, 64), users=users, result=result)})
+    found = rows(listing(layer("l", [], [("t", (-1, 64))], ("k",))), {"k": of(17, 64, users=users, result=result)})
     assert found == {("t", (-1, 64)): expected}
 
 
@@ -304,7 +276,7 @@ def test_a_result_leaves_its_layer_where_another_reads_it_or_the_network_returns
     ],
 )
 def test_rows_are_what_is_left_of_a_results_dimensions(shape, dims, expected):
-    found = rows(listing(layer("l", [], [("t", shape)], ("k",))), {"k": of(dims)})
+    found = rows(listing(layer("l", [], [("t", shape)], ("k",))), {"k": of(*dims)})
     assert found == {("t", shape): expected}
 
 
@@ -321,5 +293,5 @@ def test_rows_are_what_is_left_of_a_results_dimensions(shape, dims, expected):
 def test_the_most_that_a_layer_can_write(kind, name, more, expected):
     first = layer("fc", [], [("s", (-1, 8))], ("m",), kind="gemm")
     second = layer(name, [("s", (-1, 8)), *more], [("t", (-1, 4, 8))], ("n",), kind=kind)
-    found = rows(listing(first, second), {"m": of((4, 8)), "n": of((16, 4, 8))})
+    found = rows(listing(first, second), {"m": of(4, 8), "n": of(16, 4, 8)})
     assert found["s", (-1, 8)] == 4 and found["t", (-1, 4, 8)] == expected

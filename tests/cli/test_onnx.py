@@ -48,38 +48,34 @@ def times(folder):
 
 
 def test_a_damaged_file_of_a_run_is_told_and_its_older_times_are_gone(compress, folder):
-    assert compress("bench", str(folder), *QUICK).returncode == 0
+    assert compress("bench", folder, *QUICK).shown
     timed, file = (folder / "metrics.json").read_bytes(), folder / "ptq.onnx"
     assert {key for key, value in times(folder).items() if value} >= {("p50_ms", "float"), ("p99_ms", "ptq")}
     for content in (file.read_bytes()[:2000], b""):
         (folder / "metrics.json").write_bytes(timed)
         file.write_bytes(content)
-        done = compress("bench", str(folder), *QUICK)
-        assert done.returncode == 2 and "ptq was not measured" in done.stderr
-        assert "ptq.onnx" in done.stdout.replace("\n", "")
+        done = compress("bench", folder, *QUICK)
+        assert "ptq was not measured" in done.refused and "ptq.onnx" in done.stdout.replace("\n", "")
         found = times(folder)
         assert found["p50_ms", "float"] > 0 and found["p99_ms", "float"] > 0
         assert not any(value for (_, variant), value in found.items() if variant == "ptq")
 
 
 def test_an_engine_that_is_not_here_is_no_failure_where_another_measures_the_file(compress, folder):
-    done = compress("bench", str(folder / "ptq.onnx"), *QUICK, "--engine", "tensorrt")
-    assert done.returncode == 0 and "unavailable" in done.stdout
+    assert "unavailable" in compress("bench", folder / "ptq.onnx", *QUICK, "--engine", "tensorrt").shown
 
 
 def test_a_file_with_open_sides_is_timed_at_a_size(compress, tmp_path):
     node = helper.make_node("Conv", ["x", "w"], ["y"])
     onnx.save(model_of([node], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "open.onnx")
-    file = str(tmp_path / "open.onnx")
-    refused = compress("bench", file, *QUICK)
-    assert refused.returncode == 2 and "bench --size 320" in " ".join(refused.stderr.split())
-    done = compress("bench", file, *QUICK, "--size", "8x12", "--json")
-    assert done.returncode == 0 and all(row["value"] > 0 for row in json.loads(done.stdout))
+    words = ("bench", tmp_path / "open.onnx", *QUICK)
+    assert "bench --size 320" in compress(*words).refused
+    assert all(row["value"] > 0 for row in compress(*words, "--size", "8x12", "--json").document)
 
 
 def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
-    done = compress("bench", str(folder), *QUICK[2:], "--engine", "torch")
-    assert done.returncode == 0 and "loads no file" not in done.stdout + done.stderr
+    done = compress("bench", folder, *QUICK[2:], "--engine", "torch")
+    assert "loads no file" not in done.shown + done.stderr
     rows = [row for row in json.loads((folder / "metrics.json").read_text()) if row["name"] == "p50_ms"]
     assert {row["variant"] for row in rows if row["engine"].startswith("torch") and row["value"] > 0} >= {
         "float",
@@ -93,10 +89,9 @@ def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("end_to_end")
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 7)).eval()
-    preprocessing = Preprocessing(image_size=16)
-    path = compress.export_onnx(model, torch.randn(2, 3, 16, 16), folder / "net.onnx", preprocessing=preprocessing)
+    said = Preprocessing(image_size=16)
+    path = compress.export_onnx(model, torch.randn(2, 3, 16, 16), folder / "net.onnx", preprocessing=said)
     (folder / "pictures" / "deep").mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (24, 30, 3), dtype=np.uint8)
     for name in ("a.jpg", "deep/b.PNG"):
@@ -108,29 +103,17 @@ def bench(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments), "--seconds", "0.01"])
 
 
-def test_json_and_figure(made, tmp_path):
-    path, pictures = made
+@pytest.fixture(scope="module")
+def end_to_end(made):
+    return ("bench", made[0], "--end-to-end", "--seconds", "0.01", "--images", made[1], "--engine", "onnxruntime")
+
+
+def test_json_and_figure(compress, end_to_end, tmp_path):
     figure = tmp_path / "bars.png"
-    result = bench(
-        path,
-        "--end-to-end",
-        "--images",
-        pictures,
-        "--engine",
-        "onnxruntime",
-        "--batch-size",
-        1,
-        "--batch-size",
-        3,
-        "--figure",
-        figure,
-        "--json",
-    )
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    rows = document["results"]
-    assert [row["batch_size"] for row in rows] == [1, 3] and document["figure"] == str(figure)
-    for row in rows:
+    batches = ("--batch-size", 1, "--batch-size", 3)
+    document = compress(*end_to_end, *batches, "--figure", figure, "--json").document
+    assert [row["batch_size"] for row in document["results"]] == [1, 3] and document["figure"] == str(figure)
+    for row in document["results"]:
         assert tuple(row["stage_ms"]) == STAGES and row["label"].startswith("net: onnxruntime")
         assert sum(row["stage_ms"].values()) == pytest.approx(row["total_ms"])
         assert "JPEG or PNG" in row["method"] and "CPU" in row["method"]
@@ -138,11 +121,9 @@ def test_json_and_figure(made, tmp_path):
         assert image.width > 1000
 
 
-def test_table_and_what_is_not_here(made):
-    path, pictures = made
-    result = bench(path, "--end-to-end", "--images", pictures, "--engine", "onnxruntime", "--engine", "tensorrt")
-    assert result.exit_code == 0, result.output
-    assert "unavailable tensorrt" in result.output and "engine's share" in result.output
+def test_table_and_what_is_not_here(compress, end_to_end):
+    shown = compress(*end_to_end, "--engine", "tensorrt").shown
+    assert "unavailable tensorrt" in shown and "engine's share" in shown
 
 
 @pytest.mark.parametrize(
@@ -155,18 +136,18 @@ def test_table_and_what_is_not_here(made):
     ],
 )
 def test_refusals(made, error, message, more):
-    result = bench(made[0], *more)
+    assert_refused(bench(made[0], *more), error, message)
+
+
+def assert_refused(result, error, message):
     assert isinstance(result.exception, error) and message in str(result.exception)
 
 
 def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_path):
     path, pictures = made
-    empty = bench(path, "--end-to-end", "--images", tmp_path)
-    assert isinstance(empty.exception, DataError) and "holds no JPEG or PNG" in str(empty.exception)
-    (tmp_path / "shots").mkdir()
-    (tmp_path / "shots" / "bad.png").write_bytes(b"no picture")
-    damaged = bench(path, "--end-to-end", "--images", tmp_path / "shots")
-    assert isinstance(damaged.exception, DataError) and "bad.png is not a readable image" in str(damaged.exception)
+    assert_refused(bench(path, "--end-to-end", "--images", tmp_path), DataError, "holds no JPEG or PNG")
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    assert_refused(bench(path, "--end-to-end", "--images", tmp_path), DataError, "bad.png is not a readable image")
     model = onnx.load(path)
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "silent.onnx")
@@ -178,9 +159,7 @@ def test_a_folder_without_pictures_and_a_file_without_preprocessing(made, tmp_pa
 def test_pixels_of_built_in_data_are_what_evaluation_reads(name):
     split = compress.load_data(compress.DataSpec(name=name, image_size=32, val_images=8)).val
     pictures = _evaluation_images(split, 3)
-    assert (
-        len(pictures) == 3 and {p.dtype.name for p in pictures} == {"uint8"} and {p.shape[2] for p in pictures} == {3}
-    )
+    assert [(p.dtype.name, p.shape[2]) for p in pictures] == [("uint8", 3)] * 3
     images, _ = split.load([0, 1, 2], epoch=None, device=torch.device("cpu"))
     if pictures[0].shape[0] == 32:
         again = torch.stack([torch.from_numpy(p.copy()).permute(2, 0, 1) for p in pictures]).float().div(255)
@@ -218,23 +197,19 @@ def build_compress(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
+def test_an_onnx_file_becomes_an_engine_and_commands(compress, tmp_path):
     path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe.tree": "0123"})
-    done = build_compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
-    assert done.exit_code == 0, done.exception
-    printed = json.loads(done.stdout)
-    engine = tmp_path / "m.tensorrt-rtx.sm89-120.engine"
-    assert Path(printed["file"]) == engine
-    assert engine.stat().st_size == printed["engine_bytes"]
+    printed = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json").document
+    assert Path(printed["file"]) == tmp_path / "m.tensorrt-rtx.sm89-120.engine"
+    assert Path(printed["file"]).stat().st_size == printed["engine_bytes"]
     assert (printed["sms"], printed["recipe"]) == ([89, 120], "0123")
     assert {row["target"] for row in printed["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
 
 
-def test_commands_are_printed_without_a_build(tmp_path):
+def test_commands_are_printed_without_a_build(compress, tmp_path):
     path = classifier(tmp_path / "m.onnx")
-    done = build_compress("build", "onnx", path, "--commands", "--batch", "1,2,4")
-    assert done.exit_code == 0
-    assert "--maxShapes=input:4x3x8x8" in done.stdout
+    shown = compress("build", "onnx", path, "--commands", "--batch", "1,2,4").shown
+    assert "--maxShapes=input:4x3x8x8" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
 
 
@@ -284,12 +259,11 @@ def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
         ("float", "tensorrt-rtx", "built"),
         ("ptq", "tensorrt-rtx", "built"),
     ]
-    for row in rows[2:]:
-        assert (folder / row["file"]).stat().st_size == row["bytes"]
-        assert row["sms"] == [89, 120]
+    assert all(((folder / row["file"]).stat().st_size, [89, 120]) == (row["bytes"], row["sms"]) for row in rows[2:])
     unavailable = {(m.variant, m.engine, m.name): m.reason for m in folder.metrics() if m.status == "unavailable"}
-    reason = unavailable["ptq", "tensorrt-rtx", "p50_ms"]
-    assert re.search(r"built ptq\S+ for SM 89, 120, but it cannot be run here", reason)
+    assert re.search(
+        r"built ptq\S+ for SM 89, 120, but it cannot be run here", unavailable["ptq", "tensorrt-rtx", "p50_ms"]
+    )
     assert "ptq.onnx, TensorRT 11" in (folder / "build.md").read_text()
     assert "cannot be run here" in (folder / "report.md").read_text()
 
@@ -325,11 +299,9 @@ def floats(tmp_path):
         helper.make_node("Softmax", ["r"], ["y"], name="softmax", axis=1),
     ]
     onnx.save(model_of(nodes, {"w": weights(4, 3, 3, 3)}, shape=("n", 3, 8, 8)), tmp_path / "net.onnx")
-    pictures = tmp_path / "pictures" / "any"
-    pictures.mkdir(parents=True)
-    for i in range(3):
-        pixels = np.random.default_rng(i).integers(0, 256, (12, 10, 3), np.uint8)
-        Image.fromarray(pixels).save(pictures / f"{i}.png")
+    (tmp_path / "pictures" / "any").mkdir(parents=True)
+    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (3, 12, 10, 3), np.uint8)):
+        Image.fromarray(pixels).save(tmp_path / "pictures" / "any" / f"{i}.png")
     np.savez(tmp_path / "inputs.npz", x=np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32))
     (tmp_path / "mine.py").write_text("import numpy\n\ndef data():\n    return [numpy.ones((2, 3, 8, 8), 'float32')]\n")
     return tmp_path
@@ -347,24 +319,20 @@ def floats(tmp_path):
 def test_a_file_is_quantized(compress, floats, monkeypatch, data, options, images):
     monkeypatch.syspath_prepend(str(floats))
     told = compress("ptq", "--onnx", "net.onnx", "--data", data, "--out", "run", "--json", *options, cwd=floats)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["images"] == images
-    run = floats / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["net.int8.onnx", "placement.csv", "quantization.json"]
-    open_session(run / "net.int8.onnx")
-    assert "softmax" in (run / "placement.csv").read_text()
+    assert told.document["images"] == images
+    names = ["net.int8.onnx", "placement.csv", "quantization.json"]
+    assert sorted(path.name for path in (floats / "run").iterdir()) == names
+    open_session(floats / "run" / names[0])
+    assert "softmax" in (floats / "run" / names[1]).read_text()
 
 
 def test_what_stays_float_is_shown(compress, floats):
-    told = compress("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "run", cwd=floats)
-    assert "softmax" in told.stdout
-    assert "1 of 1 weighted operations are INT8" in told.stdout
-    assert "the file as it says against float, 4 images: " in told.stdout and " dB, good: " in told.stdout
-    assert "warning" not in told.stdout
+    shown = compress(*NET, "--out", "run", cwd=floats).shown
+    assert "softmax" in shown and "1 of 1 weighted operations are INT8" in shown and "warning" not in shown
+    assert "the file as it says against float, 4 images: " in shown and " dB, good: " in shown
     for command in ("bench", "report"):
-        told = compress(command, "run", cwd=floats)
-        assert told.returncode == 2
-        assert "is no run: `bench FLOAT.onnx run/net.int8.onnx` times it" in " ".join(told.stderr.split())
+        refused = compress(command, "run", cwd=floats).refused
+        assert "is no run: `bench FLOAT.onnx run/net.int8.onnx` times it" in refused
 
 
 def test_notes_are_shown(compress, floats):
@@ -403,11 +371,8 @@ NET = ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz")
     ],
 )
 def test_refusals_of_ptq(compress, floats, words, text):
-    told = compress(*words, cwd=floats)
-    assert told.returncode == 2
-    assert text in " ".join(told.stderr.split())
-    assert not (floats / "run").exists()
-    assert not (floats / "runs").exists()
+    assert text in compress(*words, cwd=floats).refused
+    assert not [*floats.glob("run*")]
 
 
 def test_pictures_become_inputs_as_asked(floats):
@@ -427,17 +392,16 @@ def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
         image_size=20, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), interpolation="bicubic", crop_ratio=0.8
     )
     net, x = nn.Sequential(nn.Conv2d(3, 2, 3)), torch.randn(1, 3, 20, 20)
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+    image.save(tmp_path / "a.png")
     file = compress.export_onnx(net, x, tmp_path / "net.onnx", preprocessing=said)
     steps = [
         transforms.Resize(25, transforms.InterpolationMode.BICUBIC),
         transforms.CenterCrop(20),
         transforms.ToTensor(),
     ]
-    expected = transforms.Compose([*steps, transforms.Normalize(said.mean, said.std)])(Image.fromarray(pixels))
-    found = read_input(tmp_path / "a.png", FormOptions().of(file))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    expected = transforms.Compose([*steps, transforms.Normalize(said.mean, said.std)])(image)
+    torch.testing.assert_close(read_input(tmp_path / "a.png", FormOptions().of(file)), expected, rtol=0, atol=1e-5)
     assert FormOptions(size="12", mean="0.5").of(file).image_size == (12, 12)
     plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
     assert FormOptions().of(plain) == Preprocessing(image_size=(20, 20), crop_ratio=0.875)
@@ -473,11 +437,10 @@ def test_damaged_pictures_of_a_folder_are_left_out_and_named(tmp_path):
 
 
 def test_a_quantized_file_begins_anew(compress, floats):
-    options = ["--data", "inputs.npz", "--out", "run"]
-    assert compress("ptq", "--onnx", "net.onnx", *options, cwd=floats).returncode == 0
+    assert compress(*NET, "--out", "run", cwd=floats).shown
     (floats / "run" / "net.int8.onnx").rename(floats / "q.onnx")
-    refused = compress("ptq", "--onnx", "q.onnx", *options, cwd=floats)
-    assert refused.returncode and "quantized already" in refused.stderr and "--again" in refused.stderr
-    done = compress("ptq", "--onnx", "q.onnx", *options, "--again", "--json", cwd=floats)
-    assert done.returncode == 0 and json.loads(done.stdout)["int8_share"] == 1
+    words = ("ptq", "--onnx", "q.onnx", "--data", "inputs.npz", "--out", "run")
+    refused = compress(*words, cwd=floats).refused
+    assert "quantized already" in refused and "--again" in refused
+    assert compress(*words, "--again", "--json", cwd=floats).document["int8_share"] == 1
     assert "QuantizeLinear" not in {n.op_type for n in onnx.load(floats / "run" / "q.float.onnx").graph.node}

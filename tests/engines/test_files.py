@@ -20,31 +20,37 @@ from compress.errors import EngineError, EngineUnavailableError
 from compress.export.openvino import to_unsigned
 from compress.support import process
 from tests.engines.models import classifier, images, quantized_classifier, write
-from tests.exact import open_session
+from tests.exact import compute, on_engine
 from tests.onnx_models import onnx_model
 
 ENGINES = ("openvino", "onnxruntime")
 both = pytest.mark.parametrize("name", ENGINES)
 
 
+# A sum that ends between two steps may round the other way; the mean of 64 pixels moves by less than a step.
+NEAR, STEP = {"rtol": 1e-4, "atol": 1e-5}, {"atol": 20 / 255}
+
+
+def assert_reference(path, name, x, tolerance, *, computed=None, **options):
+    # An engine returns what ONNX's reference evaluator computes of a file, or of another file of the same network.
+    (expected,) = ReferenceEvaluator(str(computed or path)).run(None, {"input": x})
+    with build_engine(path, name, **options) as engine:
+        results = engine.run({"input": x})
+        assert list(results) == ["logits"]
+        np.testing.assert_allclose(results["logits"], expected, **tolerance)
+        return engine.info
+
+
 @both
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_results_are_the_reference_evaluators(tmp_path, name, batch_size):
-    path = classifier(tmp_path / "m.onnx")
-    expected = ReferenceEvaluator(str(path)).run(None, {"input": images()})[0]
-    with build_engine(path, name, batch_size=batch_size, precision="f32", threads=1) as engine:
-        results = engine.run({"input": images()})
-    assert list(results) == ["logits"]
-    np.testing.assert_allclose(results["logits"], expected, rtol=1e-4, atol=1e-5)
+    options = {"batch_size": batch_size, "precision": "f32", "threads": 1}
+    assert_reference(classifier(tmp_path / "m.onnx"), name, images(), NEAR, **options)
 
 
 @both
 def test_a_quantized_file_gives_the_reference_results(tmp_path, name):
-    path = quantized_classifier(tmp_path / "q.onnx")
-    expected = ReferenceEvaluator(str(path)).run(None, {"input": images(4)})[0]
-    with build_engine(path, name, batch_size=4, precision="f32") as engine:
-        # A sum that ends between two steps may round the other way; the mean of 64 pixels moves by less than a step.
-        np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
+    assert_reference(quantized_classifier(tmp_path / "q.onnx"), name, images(4), STEP, batch_size=4, precision="f32")
 
 
 @pytest.mark.parametrize(
@@ -64,12 +70,9 @@ def test_processors_whose_sums_of_bytes_saturate_are_known(monkeypatch, flags, s
 
 def test_without_vnni_weights_are_unsigned_and_the_results_the_same(tmp_path, monkeypatch):
     path = quantized_classifier(tmp_path / "q.onnx")
-    expected = ReferenceEvaluator(str(path)).run(None, {"input": images(4)})[0]
     monkeypatch.setattr(engine_of_onnx_runtime, "sums_bytes_in_16_bits", lambda: True)
     for fuse in ("yes", "no"):
-        with build_engine(path, "onnxruntime", fuse=fuse) as engine:
-            assert engine.info.options["weights"] == "u8"
-            np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
+        assert assert_reference(path, "onnxruntime", images(4), STEP, fuse=fuse).options["weights"] == "u8"
 
 
 TINY_SCALE = """
@@ -129,28 +132,23 @@ def test_what_an_engine_says_of_itself(tmp_path, name):
     assert dynamic.metadata == {"compress.labels": '["a"]', "other": "text"}
     assert [(t.name, t.dtype, t.shape) for t in dynamic.inputs] == [("input", "float32", (-1, 3, 8, 8))]
     assert [(t.name, t.dtype, t.shape) for t in dynamic.outputs] == [("logits", "float32", (-1, 5))]
-    assert fixed.inputs[0].shape == (3, 3, 8, 8)
-    assert fixed.outputs[0].shape == (3, 5)
-    assert fixed.info.engine == name
-    assert fixed.info.path == str(path)
-    assert fixed.info.device == "CPU"
+    assert (fixed.inputs[0].shape, fixed.outputs[0].shape) == ((3, 3, 8, 8), (3, 5))
+    assert (fixed.info.engine, fixed.info.path, fixed.info.device) == (name, str(path), "CPU")
     assert "1" in fixed.info.options.values()
 
 
 def test_openvino_says_which_float_precision_ran(tmp_path):
     path = classifier(tmp_path / "m.onnx")
     forced, own = build_engine(path, "openvino", precision="f32"), build_engine(path, "openvino")
-    assert forced.info.label == "openvino (f32)"
-    assert forced.info.float_precision == "f32"
+    assert (forced.info.label, forced.info.float_precision) == ("openvino (f32)", "f32")
     assert own.info.label == f"openvino ({own.info.float_precision})"
     kinds = {layer.precision for layer in own.runtime_layers() if layer.kind == "Convolution"}
     assert kinds == {own.info.float_precision}
 
 
 def test_onnxruntime_says_f32_only_of_files_that_are(tmp_path):
-    path = classifier(tmp_path / "m.onnx")
-    assert build_engine(path, "onnxruntime").info.float_precision == "f32"
-    assert build_engine(path, "onnxruntime").info.label == "onnxruntime"
+    info = build_engine(classifier(tmp_path / "m.onnx"), "onnxruntime").info
+    assert (info.float_precision, info.label) == ("f32", "onnxruntime")
     half = """
     <ir_version: 8, opset_import: ["" : 19]>
     half (float[batch, 4] input) => (float[batch, 4] logits) {
@@ -300,12 +298,9 @@ def test_devices_and_providers_that_are_not_here(tmp_path):
 
 def test_openvino_reads_its_own_format(tmp_path):
     openvino = pytest.importorskip("openvino")
-    path = classifier(tmp_path / "m.onnx")
-    openvino.save_model(openvino.Core().read_model(str(path)), str(tmp_path / "m.xml"), compress_to_fp16=False)
-    with build_engine(tmp_path / "m.xml", "openvino", batch_size=2, precision="f32") as engine:
-        results = engine.run({"input": images()})["logits"]
-    expected = ReferenceEvaluator(str(path)).run(None, {"input": images()})[0]
-    np.testing.assert_allclose(results, expected, rtol=1e-4, atol=1e-5)
+    path, own = classifier(tmp_path / "m.onnx"), tmp_path / "m.xml"
+    openvino.save_model(openvino.Core().read_model(str(path)), str(own), compress_to_fp16=False)
+    assert_reference(own, "openvino", images(), NEAR, computed=path, batch_size=2, precision="f32")
 
 
 # OpenVINO and signed activations that are concatenated: the oracle is ONNX Runtime without optimizations.
@@ -337,18 +332,13 @@ def joined():
     return onnx_model(nodes, {"x": ["batch", 8, 12, 12]}, {"y": ["batch", 8, 12, 12]}, init)
 
 
-def by_runtime(model):
-    return open_session(model, optimize=False).run(None, {"x": X})[0]
-
-
 @pytest.mark.parametrize("external", [False, True])
 def test_openvino_computes_what_the_file_says(tmp_path, external):
     pytest.importorskip("openvino")
     model, path = joined(), tmp_path / "joined.onnx"
-    expected = by_runtime(model)
+    expected = compute(model, X, optimize=False)
     onnx.save(model, path, save_as_external_data=external, size_threshold=0, location="weights")
-    with build_engine(path, "openvino", batch_size=2, precision="f32") as engine:
-        found = engine.run({"x": X})["y"]
+    found = on_engine(path, "openvino", X, batch_size=2, precision="f32").numpy()
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 

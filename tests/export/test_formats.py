@@ -74,8 +74,7 @@ def made(tmp_path_factory):
             spec, opset = CASES[name]
             qmodel = quantize(network(), X[:2], [X], spec=spec)
             path = export_onnx(qmodel, X[:2], folder / f"{len(kept)}.onnx", opset=opset)
-            with torch.no_grad():
-                kept[name] = qmodel(X), path
+            kept[name] = qmodel(X), path
         return kept[name]
 
     return make
@@ -101,8 +100,7 @@ def test_a_rule_of_sixteen_bits_widens_what_its_layer_reads_and_writes_alone(tmp
     types = {row.name: row.input_type for row in audit_onnx(path).rows}
     assert next(name for name, kind in types.items() if kind.endswith("int16")) == "/block1/conv2/Conv"
     assert set(types.values()) == ({"uint8", "uint16"} if target == "onnxruntime" else {"uint8", "int16"})
-    with torch.no_grad():
-        expected = qmodel(X)
+    expected = qmodel(X)
     (found,) = ort.InferenceSession(path, session_options()).run(None, {"input": X.numpy()})
     assert sqnr(expected, torch.from_numpy(found)) > 35
     with pytest.raises(ExportError, match="half precision does not hold"):
@@ -188,8 +186,7 @@ def test_all_products_run_in_8_bits_and_agree_with_fake_quantization(tmp_path, c
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
     assert kinds.count("QGemm") + kinds.count("MatMulIntegerToFloat") == 3 and "Gemm" not in kinds
     (result,) = session.run(None, {"input": BIAS_X.numpy()})
-    with torch.no_grad():
-        assert sqnr(qmodel(BIAS_X), torch.from_numpy(result)) > 40
+    assert sqnr(qmodel(BIAS_X), torch.from_numpy(result)) > 40
 
 
 def test_a_linear_layer_of_tokens_that_is_called_twice_runs_in_8_bits(tmp_path):

@@ -13,7 +13,8 @@ from torch import nn
 import compress
 from compress.errors import EngineError, EngineUnavailableError, ExportError
 from compress.export.names import LABELS_KEY
-from tests.exact import compute
+from tests import exact
+from tests.exact import compute, on_engine
 from tests.further import further
 from tests.networks import Net
 from tests.onnx_models import onnx_model
@@ -122,8 +123,7 @@ def norms():
 
 def exported(model, path, *, quantized=True, **options):
     torch.manual_seed(0)
-    images = torch.rand(4, 3, 16, 16) * 2 - 1
-    model = model.eval()
+    images, model = torch.rand(4, 3, 16, 16) * 2 - 1, model.eval()
     if quantized:
         model = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(target="litert", **options))
     return compress.export_onnx(model, images[:1], path, labels=["a", "b"]), images.numpy()
@@ -138,14 +138,19 @@ def test_the_engine_computes_the_onnx_file(tmp_path, network, quantized):
     check_results(path, images, quantized)
 
 
-def check_results(path, images, quantized):
+def layers_of_near_results(path, images, least):
+    # The layers of LiteRT, which computes what ONNX Runtime does of the file, to that many dB.
     with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
         wanted = engine.run({"input": images})
     with compress.build_engine(path, "litert", batch_size=4) as engine:
-        got = engine.run({"input": images})
-        layers = {layer.kind: layer for layer in engine.runtime_layers()}
+        got, layers = engine.run({"input": images}), engine.runtime_layers()
     assert wanted.keys() == got.keys()
-    assert all(sqnr(wanted[name], got[name]) > (35 if quantized else 100) for name in wanted)
+    assert all(sqnr(wanted[name], got[name]) > least for name in wanted)
+    return layers
+
+
+def check_results(path, images, quantized):
+    layers = {layer.kind: layer for layer in layers_of_near_results(path, images, 35 if quantized else 100)}
     assert layers["CONV_2D"].precision == ("i8" if quantized else "f32")
     assert layers["CONV_2D"].kernel == "XNNPACK"
 
@@ -157,12 +162,7 @@ def test_activations_of_16_bits_are_integers_too(tmp_path, network):
     layers = [name for name, part in net.named_modules() if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Linear))]
     rules = tuple(compress.Rule(match=name, activations=wide) for name in layers[1::2])
     for least, options in ((35, {"rules": rules}), (60, {"activations": wide})):
-        path, images = exported(net, tmp_path / "model.onnx", **options)
-        with compress.build_engine(path, "onnxruntime", fuse="no") as engine:
-            wanted = engine.run({"input": images})
-        with compress.build_engine(path, "litert", batch_size=4) as engine:
-            got, kinds = engine.run({"input": images}), engine.runtime_layers()
-        assert all(sqnr(wanted[name], got[name]) > least for name in wanted)
+        kinds = layers_of_near_results(*exported(net, tmp_path / "model.onnx", **options), least)
         products = {layer.precision for layer in kinds if "CONV" in layer.kind or layer.kind == "FULLY_CONNECTED"}
         assert products <= ({"i8", "i16"} if "rules" in options else {"i16"}) and "i16" in products
 
@@ -224,27 +224,18 @@ def test_pads_that_a_transposed_convolution_does_not_write_out(tmp_path, stated,
         return
     x = np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)
     path = compress.export_litert(tmp_path / "m.onnx", tmp_path / "m.tflite")
-    with compress.build_engine(path, "litert") as engine:
-        (found,) = engine.run({"x": x}).values()
-    np.testing.assert_allclose(found, compute(model, x), atol=1e-4)
+    np.testing.assert_allclose(on_engine(path, "litert", x), compute(model, x), atol=1e-4)
 
 
 def test_two_engines_compute_the_same_integers(tmp_path):
     # ONNX Runtime's QLinear kernels and XNNPACK's, which share no code, of layers that both run in integers.
     path, images = exported(residual(), tmp_path / "model.onnx")
-    results = []
-    for name in ("onnxruntime", "litert"):
-        with compress.build_engine(path, name, batch_size=4) as engine:
-            results.append(engine.run({"input": images})["logits"])
-    assert np.array_equal(*results)
+    assert torch.equal(*(on_engine(path, name, images, batch_size=4) for name in ("onnxruntime", "litert")))
 
 
 def test_a_file_with_the_zero_points_of_another_target_names_it(tmp_path):
-    spec = compress.QuantSpec(target="openvino")
-    images = torch.rand(4, 3, 16, 16) * 2 - 1
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3)).eval()
-    qmodel = compress.quantize(network, images[:1], [images], spec=spec)
-    path = compress.export_onnx(qmodel, images[:1], tmp_path / "model.onnx")
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 3))
+    _, path = exact.exported(network, torch.rand(4, 3, 16, 16) * 2 - 1, tmp_path / "model.onnx", target="openvino")
     with pytest.raises(ExportError, match=r"openvino.*target: litert"):
         compress.export_litert(path, tmp_path / "model.tflite")
 
@@ -258,8 +249,7 @@ def test_scales_zero_points_and_integers_are_those_of_the_onnx_file(tmp_path):
         if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
             scale, zero = (np.atleast_1d(arrays[name]) for name in node.input[1:])
             shift = 128 if zero.dtype == np.uint8 else 0
-            stored = arrays.get(node.input[0])
-            wanted[scale.tobytes(), (zero.astype(int) - shift).tobytes()] = stored
+            wanted[scale.tobytes(), (zero.astype(int) - shift).tobytes()] = arrays.get(node.input[0])
     written = compress.export_litert(path, tmp_path / "model.tflite").read_bytes()
     file = fb.ModelT.InitFromObj(fb.Model.GetRootAs(written, 0))
     found = set()
@@ -298,17 +288,15 @@ def test_what_litert_lacks_is_named(tmp_path):
     with pytest.raises(ExportError, match=r"TopK.*onnxruntime"):
         compress.export_litert(path, tmp_path / "model.tflite")
     assert not (tmp_path / "model.tflite").exists()
-    broken = tmp_path / "broken.tflite"
-    broken.write_bytes(b"no file of LiteRT")
+    (tmp_path / "broken.tflite").write_bytes(b"no file of LiteRT")
     with pytest.raises(EngineError, match="LiteRT file"):
-        compress.build_engine(broken, "litert")
+        compress.build_engine(tmp_path / "broken.tflite", "litert")
 
 
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     path, _ = exported(nn.Conv2d(3, 4, 3), tmp_path / "model.onnx", quantized=False)
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
     monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", None)
-    with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
-        compress.build_engine(path, "litert")
-    with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
-        compress.export_litert(path, tmp_path / "model.tflite")
+    for call, argument in ((compress.build_engine, "litert"), (compress.export_litert, tmp_path / "model.tflite")):
+        with pytest.raises(EngineUnavailableError, match=r"compress-vision\[litert\]"):
+            call(path, argument)

@@ -12,8 +12,9 @@ from torch import nn
 
 import compress
 from compress.export.onnxruntime import repeat_pairs
+from compress.graph.inputs import flat_tensors
 from compress.quantization.sensitivity import sqnr
-from tests.exact import WEIGHTS, compute, kinds_on_engine, open_session
+from tests.exact import WEIGHTS, compute, exported, kinds_on_engine, on_engine
 from tests.further import further
 from tests.networks import Net, with_statistics
 from tests.onnx_models import onnx_model
@@ -155,13 +156,11 @@ def rows_of(order):
     ],
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
-    qmodel = compress.quantize(model().eval(), X, [X], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
-    path = compress.export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
-    (expected,) = open_session(path, optimize=False).run(None, {"input": X.numpy()})
-    with compress.build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
-        (result,) = engine.run({"input": X.numpy()}).values()
-        assert sqnr(torch.from_numpy(expected), torch.from_numpy(result)) > 40
-        assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
+    into = {"precision": precision}
+    qmodel, path = exported(model(), X, tmp_path / "model.onnx", into=into, target=target, weights=WEIGHTS)
+    result = on_engine(path, "openvino", X, threads=1, precision="f32")
+    assert sqnr(torch.from_numpy(compute(path, X.numpy(), optimize=False)), result) > 40
+    assert sqnr(qmodel(X), result) > 40
 
 
 def shortcut(x, net):
@@ -171,12 +170,10 @@ def shortcut(x, net):
 @pytest.mark.parametrize("target", ["openvino", "tensorrt"])
 def test_threads_do_not_disturb_each_other_in_a_shortcut(target, tmp_path):
     # As in RegNet: 24 channels, of which a 1 x 1 convolution keeps every second place. Wrong without AVX-512.
-    torch.manual_seed(0)
     a, b, pointwise = nn.Conv2d(24, 24, 3, 2, 1), nn.Conv2d(24, 24, 3, padding=1), nn.Conv2d(24, 24, 1, 2)
     model = Net(lambda net, x: shortcut(torch.relu(x), net), a=a, b=b, shortcut=pointwise, c=nn.Conv2d(24, 8, 1))
     x = torch.rand(8, 24, 16, 16)
-    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(target=target, weights=WEIGHTS))
-    path = compress.export_onnx(qmodel, x, tmp_path / "model.onnx")
+    _, path = exported(model, x, tmp_path / "model.onnx", target=target, weights=WEIGHTS)
     expected = torch.from_numpy(compute(path, x.numpy(), optimize=False))
     with compress.build_engine(path, "openvino", threads=2, precision="f32") as engine:
         for _ in range(10):
@@ -185,13 +182,8 @@ def test_threads_do_not_disturb_each_other_in_a_shortcut(target, tmp_path):
 
 
 def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
-    qmodel = compress.quantize(
-        Net(lambda net, x: (net.shared(x), net.averages(x)), shared=shared(), averages=averages()).eval(),
-        X,
-        [X],
-        spec=compress.QuantSpec(target="onnxruntime"),
-    )
-    nodes = onnx.load(compress.export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node
+    model = Net(lambda net, x: (net.shared(x), net.averages(x)), shared=shared(), averages=averages())
+    nodes = onnx.load(exported(model, X, tmp_path / "m.onnx", target="onnxruntime")[1]).graph.node
     convs = [len(n.input) for n in nodes if n.op_type == "Conv" and n.name.startswith("/shared")]
     assert sorted(convs) == [2, 2, 2, 3]
     kinds = [n.op_type for n in nodes]
@@ -210,9 +202,8 @@ def product(function, *size):
 
 
 def up(dimensions, **settings):
-    size = f"{dimensions}d"
-    layers = getattr(nn, f"Conv{size}")(3, 8, 3), nn.ReLU(), getattr(nn, f"ConvTranspose{size}")(8, 4, 3, 2, **settings)
-    return nn.Sequential(*layers)
+    convolution, transposed = (getattr(nn, f"{kind}{dimensions}d") for kind in ("Conv", "ConvTranspose"))
+    return nn.Sequential(convolution(3, 8, 3), nn.ReLU(), transposed(8, 4, 3, 2, **settings))
 
 
 def joined_net(join, channels, last=nn.Conv2d):
@@ -224,6 +215,10 @@ def joined_net(join, channels, last=nn.Conv2d):
         b=nn.Conv2d(3, 8, 3, padding=1),
         c=last(channels, 4, 3, padding=1),
     )
+
+
+def compiled_by_openvino(model):
+    return openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
 
 def layer_types(compiled):
@@ -278,19 +273,14 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     # Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks.
     model, dimensions, count = IN_INT8[case]
     x = torch.randn(2, 3, *[8] * dimensions)
-    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
-    qmodel = compress.quantize(model.eval(), x, [x], spec=spec)
-    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    qmodel, path = exported(model, x, tmp_path / "int8.onnx", target="openvino", weights=WEIGHTS)
+    compiled = compiled_by_openvino(path)
     assert sum(t in {"u8", "i8"} for t in layer_types(compiled)) == count
     audit = compress.audit_onnx(path)
     # One for a concat, and a second one after a pool that none passes.
     pairs = {"transposed, of a concat": 2, "dilated pool": 3}.get(case, count)
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, pairs]
-    results = qmodel(x)
-    for own, found in zip(
-        results if isinstance(results, tuple) else [results], compiled(x.numpy()).values(), strict=True
-    ):
+    for own, found in zip(flat_tensors(qmodel(x)), compiled(x.numpy()).values(), strict=True):
         assert sqnr(own, torch.from_numpy(found)) > 40
 
 
@@ -315,7 +305,7 @@ def test_openvino_computes_linear_layers_of_rows_apart_and_right(case, bias, way
     expected = compute(out, x.numpy(), optimize=False)
     read = openvino.Core().read_model(out)
     read.reshape(list(x.shape))
-    compiled = openvino.Core().compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = compiled_by_openvino(read)
     assert sqnr(*map(torch.from_numpy, (expected, compiled(x.numpy())[0]))) > 40
     types = layer_types(compiled)
     assert len(types) == 2 and set(types) <= {"u8", "i8"}
@@ -328,8 +318,6 @@ GATHERS_X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)
 
 def windows_net():
     # Overlapping windows of a convolution's result, as in HaloNet; no bias, so that its scales move on.
-    torch.manual_seed(0)
-
     def run(net, x):
         windows = F.pad(net.conv(x), [1, 1, 1, 1]).unfold(2, 6, 4).unfold(3, 6, 4)
         return net.fc(windows.amax((4, 5)).flatten(2).transpose(1, 2))
@@ -339,14 +327,12 @@ def windows_net():
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_windows_behind_an_int8_convolution_run_on_openvino(dynamic, tmp_path):
-    spec = compress.QuantSpec(target="openvino", activations=compress.ActivationSpec(calibrator="max"), weights=WEIGHTS)
-    qmodel = compress.quantize(windows_net().eval(), GATHERS_X, [GATHERS_X], spec=spec)
-    path = compress.export_onnx(qmodel, GATHERS_X, tmp_path / "model.onnx", dynamic_batch=dynamic)
+    spec = {"target": "openvino", "activations": compress.ActivationSpec(calibrator="max"), "weights": WEIGHTS}
+    into = {"dynamic_batch": dynamic}
+    qmodel, path = exported(windows_net(), GATHERS_X, tmp_path / "model.onnx", into=into, **spec)
     nodes = onnx.load(path).graph.node
     assert [node.op_type for node in nodes].count("Gather") == 2 and len({node.name for node in nodes}) == len(nodes)
-    with compress.build_engine(path, "openvino", threads=1, precision="f32") as engine, torch.no_grad():
-        (result,) = engine.run({"input": GATHERS_X.numpy()}).values()
-        assert sqnr(qmodel(GATHERS_X), torch.from_numpy(result)) > 40
+    assert sqnr(qmodel(GATHERS_X), on_engine(path, "openvino", GATHERS_X, threads=1, precision="f32")) > 40
 
 
 # Q/DQ pairs after concats, splits and flattenings: the values stay, and ONNX Runtime computes in integers there.
@@ -440,8 +426,7 @@ def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     kinds = kinds_on_engine(out)
     assert {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul"}.isdisjoint(kinds)
     assert kinds.count("QLinearConcat") == concats
-    with torch.no_grad():
-        assert sqnr(model(x), torch.from_numpy(run(out, x.numpy()))) > 25
+    assert sqnr(model(x), torch.from_numpy(run(out, x.numpy()))) > 25
 
 
 def quantized(tensor, scale, zero_point="z"):
@@ -488,8 +473,7 @@ def test_probabilities_above_the_range_saturate_in_onnxruntime(target, tmp_path)
         compress.quantize(model, x, [0.2 * x], spec=spec), x, tmp_path / "m.onnx"
     )  # calibrated with less
     (expected,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
-    (got,) = open_session(path).run(None, {"input": x.numpy()})
-    assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 30
+    assert sqnr(torch.from_numpy(expected), torch.from_numpy(compute(path, x.numpy()))) > 30
     bounds = [node.op_type for node in onnx.load(path).graph.node].count("Min")
     assert bounds == (1 if target == "onnxruntime" else 0)
 
@@ -511,12 +495,13 @@ JOINED = {
 def test_openvino_carries_integers_through_joins_and_selections(case, way, tmp_path):
     x, path = torch.randn(2, 3, 8, 8), tmp_path / "int8.onnx"
     quantized_file(way, JOINED[case].eval(), x, compress.QuantSpec(target="openvino"), path)
-    types = layer_types(openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    types = layer_types(compiled_by_openvino(path))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
     assert [row.int8 for row in compress.audit_onnx(path).rows] == [True] * 3
 
 
 # What stands between two INT8 convolutions, which read 8x8 pixels: operator, attributes, further inputs.
+IMAGES = np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype("f")
 BETWEEN = {
     "cubic_smaller": ("Resize", {"mode": "cubic"}, [None, np.array([1, 1, 1.5, 0.5], "f")]),
     "axes": ("Resize", {"mode": "linear", "axes": [2, 3]}, [None, np.array([1.5, 2], "f")]),
@@ -541,56 +526,44 @@ def _between(tmp_path, operator, attributes, further_inputs):
         helper.make_node("Conv", ["c", "w2"], ["d"], name="third", pads=[1] * 4),
         helper.make_node("GlobalAveragePool", ["d"], ["y"], name="mean"),
     ]
-    path = tmp_path / "float.onnx"
-    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 8, 1, 1]}, held), path)
-    return path
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 8, 1, 1]}, held), tmp_path / "float.onnx")
+    return tmp_path / "float.onnx"
 
 
 @pytest.mark.parametrize("case", BETWEEN)
 def test_onnxruntime_runs_what_stands_between_int8_convolutions(case, tmp_path):
-    path, images = _between(tmp_path, *BETWEEN[case]), np.random.default_rng(1).standard_normal((4, 3, 8, 8))
-    images = images.astype("f")
-    spec = compress.QuantSpec(target="onnxruntime")
-    made = compress.quantize_onnx(path, [images], spec=spec, out=tmp_path / "int8.onnx")
-    expected, found = (torch.from_numpy(compute(one, images)) for one in (path, made))
-    assert sqnr(expected, found) > 25
+    path, spec = _between(tmp_path, *BETWEEN[case]), compress.QuantSpec(target="onnxruntime")
+    made = compress.quantize_onnx(path, [IMAGES], spec=spec, out=tmp_path / "int8.onnx")
+    assert sqnr(*(torch.from_numpy(compute(one, IMAGES)) for one in (path, made))) > 25
     with compress.build_engine(made, "onnxruntime", profile="yes") as engine:
         assert sum(layer.kind == "QLinearConv" for layer in engine.runtime_layers()) == 3
 
 
 @pytest.mark.parametrize("between", [BETWEEN["axes_nearest"], ("Gather", {"axis": 2}, [np.array([[0, 1], [2, 3]])])])
 def test_openvino_reads_what_stands_between_int8_convolutions(between, tmp_path):
-    path, images = _between(tmp_path, *between), np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype("f")
+    path = _between(tmp_path, *between)
     if between[0] == "Gather":  # with one axis more, which the Reshape takes away
         model = onnx.load(path)
         (node,) = (node for node in model.graph.node if node.op_type == "Gather")
         node.output[0] = "table"
-        shape = onnx.numpy_helper.from_array(np.array([0, 8, 4, 8]), "four")
-        model.graph.initializer.append(shape)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, 8, 4, 8]), "four"))
         model.graph.node.insert(2, helper.make_node("Reshape", ["table", "four"], ["b"], name="flat"))
         onnx.save(model, path)
     spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
-    made = compress.quantize_onnx(path, [images], spec=spec, out=tmp_path / "int8.onnx")
-    with compress.build_engine(made, "openvino", precision="f32") as engine:
-        (found,) = engine.run({"x": images}).values()
-    assert sqnr(torch.from_numpy(compute(path, images)), torch.from_numpy(found)) > 25
-    types = layer_types(openvino.Core().compile_model(made, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    made = compress.quantize_onnx(path, [IMAGES], spec=spec, out=tmp_path / "int8.onnx")
+    found = on_engine(made, "openvino", IMAGES, precision="f32")
+    assert sqnr(torch.from_numpy(compute(path, IMAGES)), found) > 25
+    types = layer_types(compiled_by_openvino(made))
     assert len(types) == 3 and set(types) <= {"u8", "i8"}
 
 
 def test_onnxruntime_runs_a_smaller_bicubic_image_of_torch(tmp_path):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    def run(net, x):
+        return net.second(F.interpolate(net.first(x), size=(13, 5), mode="bicubic")).mean((2, 3))
 
-        def forward(self, x):
-            return self.second(F.interpolate(self.first(x), size=(13, 5), mode="bicubic")).mean((2, 3))
-
-    torch.manual_seed(0)
-    model, x = Model().eval(), torch.randn(4, 3, 8, 8)
-    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="onnxruntime"))
-    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "second": nn.Conv2d(8, 8, 3, padding=1)}
+    model, x = Net(run, **layers), torch.randn(4, 3, 8, 8)
+    _, path = exported(model, x, tmp_path / "int8.onnx", target="onnxruntime")
     assert sqnr(model(x).detach(), torch.from_numpy(compute(path, x.numpy()))) > 30
 
 
@@ -609,6 +582,13 @@ def test_a_resize_that_openvino_computes_otherwise_is_named(case, tmp_path):
         compress.quantize_onnx(path, [np.ones((1, 3, 8, 8), "f")], spec=spec, out=tmp_path / "int8.onnx")
 
 
+def check_on_openvino(net, target, folder, least, **options):
+    # OpenVINO computes the file of a float model, or of one quantized for a target, to that many dB.
+    model = compress.quantize(net, X, [X], spec=compress.QuantSpec(target=target)) if target else net
+    path = compress.export_onnx(model, X, folder / "m.onnx", **options)
+    assert sqnr(model(X), torch.from_numpy(compiled_by_openvino(path)(X.numpy())[0])) > least
+
+
 @pytest.mark.parametrize("target", ["openvino", None])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_transforms_of_real_images_are_read(target, dynamic, tmp_path):
@@ -618,11 +598,7 @@ def test_transforms_of_real_images_are_read(target, dynamic, tmp_path):
         return net.b(torch.fft.irfft2(spectrum * net.filter[..., 0], s=(16, 16), norm="ortho")).relu()
 
     net = Net(spectral, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 4, 1), filter=torch.rand(8, 16, 9, 1)).eval()
-    model = compress.quantize(net, X, [X], spec=compress.QuantSpec(target=target)) if target else net
-    path = compress.export_onnx(model, X, tmp_path / "m.onnx", dynamic_batch=dynamic)
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    with torch.no_grad():
-        assert sqnr(model(X), torch.from_numpy(compiled(X.numpy())[0])) > 60
+    check_on_openvino(net, target, tmp_path, 60, dynamic_batch=dynamic)
 
 
 def test_padding_that_an_average_counts_stays_zero_beside_a_zero_point(tmp_path):
@@ -632,12 +608,10 @@ def test_padding_that_an_average_counts_stays_zero_beside_a_zero_point(tmp_path)
         return torch.cat([net.b(y).relu(), net.pool(y) * y.sigmoid()], 1)
 
     net = Net(run, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 1), pool=nn.AvgPool2d(3, 1, 1)).eval()
-    qmodel = compress.quantize(net, X, [X], spec=compress.QuantSpec(target="openvino"))
-    path = compress.export_onnx(qmodel, X, tmp_path / "m.onnx")
+    _, path = exported(net, X, tmp_path / "m.onnx", target="openvino")
     points = [t for t in onnx.load(path).graph.initializer if t.name.endswith(".zero_point") and t.data_type == 2]
     assert any(onnx.numpy_helper.to_array(point).any() for point in points)
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    expected, got = compute(path, X.numpy(), optimize=False), compiled(X.numpy())[0]
+    expected, got = compute(path, X.numpy(), optimize=False), compiled_by_openvino(path)(X.numpy())[0]
     assert sqnr(torch.from_numpy(expected), torch.from_numpy(got)) > 60
 
 
@@ -646,8 +620,4 @@ def test_windows_over_counted_padding_are_divided_as_in_torch(target, tmp_path):
     # OpenVINO divided them by another number, in float too.
     pool = nn.AvgPool2d(3, 2, 1, ceil_mode=True)
     net = Net(lambda net, x: pool(net.a(x)), a=nn.Conv2d(3, 8, 1)).eval()
-    model = compress.quantize(net, X, [X], spec=compress.QuantSpec(target=target)) if target else net
-    path = compress.export_onnx(model, X, tmp_path / "m.onnx")
-    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    with torch.no_grad():
-        assert sqnr(model(X), torch.from_numpy(compiled(X.numpy())[0])) > 45
+    check_on_openvino(net, target, tmp_path, 45)

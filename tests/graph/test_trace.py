@@ -21,7 +21,8 @@ from compress.graph.report import leaves_of
 from compress.quantization.sensitivity import sqnr
 from compress.sparsity.sparsifier import calibration_inputs
 from compress.training.passes import OutputsOf, outputs_of
-from tests.networks import Net, Opaque, TinyResNet
+from tests.exact import on_engine
+from tests.networks import Net, Opaque, TinyResNet, unchanged
 
 
 def test_graph_computes_what_the_model_does_and_carries_shapes():
@@ -85,42 +86,37 @@ def test_modules_that_forward_makes_are_their_functions():
         compress.trace(Net(lambda net, x: nn.BatchNorm2d(8)(net.first(x)), **layers).eval(), x)
 
 
-def test_a_forward_that_cannot_be_traced_at_all_is_refused():
-    with pytest.raises(ModelError, match="Opaque.forward itself"):
-        compress.trace(Opaque(), torch.randn(2, 3))
+def drawn(draw):
+    return Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4))
 
 
-def test_a_graph_that_computes_something_else_is_refused():
-    with pytest.raises(ModelError, match="something else"):
-        compress.trace(Net(lambda net, x: x * torch.rand(1).item()), torch.ones(2, 3))
+ROWS = torch.ones(2, 3)
+PICTURES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+# Draws in evaluation, also those that change nothing here.
+DRAWS = (lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli)
+KEPT_NAMES = ("graph", "code", "meta", "placement", "report")
 
 
-@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 1e-4), lambda x: nn.Dropout(1e-4)(x), torch.bernoulli])
-def test_a_network_that_is_random_in_evaluation_is_refused_also_where_a_draw_changes_nothing(draw):
-    with pytest.raises(ModelError, match="draws random numbers in evaluation too"):
-        compress.trace(Net(lambda net, x: net.fc(draw(x)), fc=nn.Linear(3, 4)), torch.ones(2, 3))
-
-
-def test_wrong_inputs_are_named():
-    with pytest.raises(ModelError, match=r"\(2, 1, 16, 16\)"):
-        compress.trace(TinyResNet(), torch.randn(2, 1, 16, 16))
-    for wrong in ([], None, {"x": 1}, {}):
-        with pytest.raises(ModelError, match="example_inputs"):
-            compress.trace(TinyResNet(), wrong)
-    with pytest.raises(ModelError, match=r"got Tensor, NoneType.* leave None out"):
-        compress.trace(TinyResNet(), (torch.randn(2, 3, 16, 16), None))
-    with pytest.raises(ModelError, match="nowhere"):
-        compress.trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
-
-
-def test_what_is_no_module_and_names_that_graphs_keep_are_refused():
-    with pytest.raises(ModelError, match="is a function: it must be"):
-        compress.trace(lambda x: x, torch.zeros(1))
-    for name in ("graph", "code", "meta", "placement", "report"):
-        model = nn.Sequential()
-        model.add_module(name, nn.ReLU())
-        with pytest.raises(ModelError, match=f"'{name}', a name that graph modules use"):
-            compress.trace(model, torch.zeros(1))
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "words"),
+    [
+        (Opaque(), ROWS, {}, "Opaque.forward itself"),
+        (Net(lambda net, x: x * torch.rand(1).item()), ROWS, {}, "something else"),
+        *((drawn(draw), ROWS, {}, "draws random numbers in evaluation too") for draw in DRAWS),
+        (TinyResNet(), PICTURES[:, :1], {}, r"\(2, 1, 16, 16\)"),
+        *((TinyResNet(), wrong, {}, "example_inputs") for wrong in ([], None, {"x": 1}, {})),
+        (TinyResNet(), (PICTURES, None), {}, r"got Tensor, NoneType.* leave None out"),
+        (TinyResNet(), PICTURES, {"leaves": ["nowhere"]}, "nowhere"),
+        (lambda x: x, ROWS, {}, "is a function: it must be"),
+        *(
+            (nn.Sequential(OrderedDict({name: nn.ReLU()})), ROWS, {}, f"'{name}', a name that graph modules use")
+            for name in KEPT_NAMES
+        ),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(model, inputs, options, words):
+    with pytest.raises(ModelError, match=words):
+        compress.trace(model, inputs, **options)
 
 
 @pytest.mark.parametrize("slots", ["factor", ("factor",), ["other", "factor"]])
@@ -134,9 +130,9 @@ def test_attributes_that_copies_lose_are_named(slots):
 
 def test_the_model_is_left_as_it_was():
     model = TinyResNet().train()
-    before = copy.deepcopy(model.state_dict())
-    compress.trace(model, torch.randn(2, 3, 16, 16))
-    assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with unchanged(model):
+        compress.trace(model, torch.randn(2, 3, 16, 16))
+    assert model.training
 
 
 class Held(nn.Module):
@@ -488,11 +484,8 @@ def test_a_quantized_model_reads_what_was_changed(body, target):
     x = torch.randn(8, 3, 12, 12)
     kept = x.clone()
     qmodel = compress.quantize(model, x, [x, x], spec=compress.QuantSpec(target=target))
-    with torch.no_grad():
-        got = qmodel(x)
-        again = qmodel(x)
-        expected = model(kept.clone())
-    assert torch.equal(x, kept) and torch.equal(got, again)
+    got, expected = qmodel(x), model(kept.clone())
+    assert torch.equal(x, kept) and torch.equal(got, qmodel(x))
     noise = (got - expected).norm() / expected.norm()
     assert noise < 0.02, f"8 bits lose less than {noise:.3f}"
 
@@ -616,13 +609,11 @@ def test_batches_in_another_order_reach_the_right_inputs(network):
 
 def test_the_file_has_the_names_of_the_results(qmodel, tmp_path):
     file = compress.export_onnx(qmodel, {"pixel_values": IMAGES[:1]}, tmp_path / "model.onnx")
-    engine = compress.build_engine(file, "onnxruntime")
-    found = engine.run({"input": IMAGES.numpy()})
+    with compress.build_engine(file, "onnxruntime") as engine:
+        found = engine.run({"input": IMAGES.numpy()})
     assert list(found) == ["logits", "maps"]
-    with torch.no_grad():
-        expected = qmodel(pixel_values=IMAGES)
-    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected.logits, atol=0.02, rtol=0.02)
-    engine.close()
+    expected = qmodel(pixel_values=IMAGES).logits
+    torch.testing.assert_close(torch.from_numpy(found["logits"]), expected, atol=0.02, rtol=0.02)
 
 
 def test_gradients_flow_and_quantized_results_are_near(network, qmodel):
@@ -786,14 +777,11 @@ def segformer():
 def test_quantize_train_export(make, tmp_path):
     model = make()
     qmodel = compress.quantize(model, BATCHES[0], BATCHES, spec=compress.QuantSpec(target="onnxruntime"))
-    with torch.no_grad():
-        exact, expected = model(pixel_values=TRANSFORMERS_IMAGES), qmodel(pixel_values=TRANSFORMERS_IMAGES)
+    exact, expected = model(pixel_values=TRANSFORMERS_IMAGES), qmodel(pixel_values=TRANSFORMERS_IMAGES)
     assert type(expected) is type(exact)
     assert (exact.logits - expected.logits).norm() < 0.1 * exact.logits.norm()
     file = compress.export_onnx(qmodel, BATCHES[0], tmp_path / "model.onnx")
-    engine = compress.build_engine(file, "onnxruntime")
-    found = torch.from_numpy(engine.run({"input": TRANSFORMERS_IMAGES.numpy()})["logits"])
-    engine.close()
+    found = on_engine(file, "onnxruntime", TRANSFORMERS_IMAGES)
     assert (found - expected.logits).norm() < 0.03 * expected.logits.norm()
     qmodel.train()(**{"pixel_values": TRANSFORMERS_IMAGES}).logits.square().mean().backward()
     gradients = [p.grad for name, p in qmodel.named_parameters() if "weight" in name and p.grad is not None]
@@ -811,10 +799,9 @@ def test_the_public_functions_take_vit(tmp_path):
     report = compress.fit(model, loader, compress.TrainSpec(epochs=1, lr=0.01))
     assert 0 < report.final.loss < 2 and not torch.equal(before, model.classifier.weight)
     file = compress.export_onnx(model, {"pixel_values": TRANSFORMERS_IMAGES[:1]}, tmp_path / "float.onnx")
-    engine = compress.build_engine(file, "onnxruntime")
-    values = compress.measure_metric(engine, loader, accuracy).values
+    with compress.build_engine(file, "onnxruntime") as engine:
+        values = compress.measure_metric(engine, loader, accuracy).values
     assert values["accuracy"] == pytest.approx(report.final.top1)
-    engine.close()
 
 
 def test_a_name_that_is_taken_is_refused_and_the_model_keeps_its_layers():

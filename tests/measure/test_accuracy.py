@@ -46,6 +46,12 @@ from compress.tasks.segmentation import segmentation
 from tests.engines.models import classifier, images, quantized_classifier
 from tests.measure.fakes import GivenEngine, Listener
 from tests.networks import Net
+from tests.onnx_models import onnx_model
+
+
+def returns(classes, function=lambda x: x, **more):
+    # An engine that returns its inputs as logits, or what `function` makes of them.
+    return GivenEngine(function, shape=(-1, classes), **more)
 
 
 def batches(logits, targets, size):
@@ -57,12 +63,10 @@ def test_top_k_is_scikit_learns(count, classes, size, seed):
     rng = np.random.default_rng(seed)
     logits = rng.permuted(np.arange(count * classes, dtype=np.float32)).reshape(count, classes)
     targets = rng.integers(0, classes, count)
-    seen = measure_accuracy(GivenEngine(lambda x: x, shape=(-1, classes)), batches(logits, targets, size))
-    labels = np.arange(classes)
+    seen, labels = measure_accuracy(returns(classes), batches(logits, targets, size)), np.arange(classes)
     assert seen.top1 == pytest.approx(top_k_accuracy_score(targets, logits, k=1, labels=labels))
     assert seen.top5 == pytest.approx(top_k_accuracy_score(targets, logits, k=5, labels=labels))
-    assert seen.images == count
-    assert seen.notes == ()
+    assert (seen.images, seen.notes) == (count, ())
 
 
 @given(hnp.arrays(np.float32, (7, 6), elements=st.integers(0, 2).map(float)), st.integers(0, 5))
@@ -81,13 +85,12 @@ def test_a_fixed_batch_is_padded_and_cut(size):
     seen = measure_accuracy(engine, batches(logits, targets, size), keep_logits=True)
     assert {array.shape for _, array in engine.calls} == {(4, 5)}
     np.testing.assert_array_equal(seen.logits, logits + 4)
-    assert seen.top1 == np.mean(logits.argmax(1) == targets)
-    assert seen.images == 9
+    assert (seen.top1, seen.images) == (np.mean(logits.argmax(1) == targets), 9)
 
 
 def test_tensors_a_limit_and_progress():
     logits, targets = torch.eye(5).repeat(4, 1), torch.arange(5).repeat(4)
-    engine, listener = GivenEngine(lambda x: x, shape=(-1, 5)), Listener()
+    engine, listener = returns(5), Listener()
     seen = measure_accuracy(engine, batches(logits, targets, 6), limit=8, keep_logits=True, progress=listener)
     assert (seen.top1, seen.images, seen.logits.shape, seen.logits.dtype) == (1.0, 8, (8, 5), np.float32)
     assert [len(array) for _, array in engine.calls] == [6, 2]
@@ -97,13 +100,14 @@ def test_tensors_a_limit_and_progress():
 
 
 def test_few_classes_are_noted():
-    logits = np.eye(3, dtype=np.float32)
-    seen = measure_accuracy(GivenEngine(lambda x: x, shape=(-1, 3)), [(logits, np.array([0, 0, 2]))])
+    seen = measure_accuracy(returns(3), [(np.eye(3, dtype=np.float32), np.array([0, 0, 2]))])
     assert (seen.top1, seen.top5) == (pytest.approx(2 / 3), 1.0)
     assert "3 classes" in seen.notes[0]
 
 
 PREPARED = Preprocessing(image_size=8)
+IMAGES2 = np.zeros((2, 5), np.float32)
+ZEROS = [(IMAGES2, np.zeros(2, np.int64))]
 
 
 def test_other_preprocessing_is_refused(tmp_path):
@@ -118,20 +122,17 @@ def test_other_preprocessing_is_refused(tmp_path):
 
 
 def test_missing_preprocessing_is_noted_and_broken_refused():
-    data = [(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))]
-    ones = lambda x: np.ones((len(x), 6), np.float32)  # noqa: E731
-    assert "could not be checked" in measure_accuracy(GivenEngine(ones), data, preprocessing=PREPARED).notes[0]
+    assert "could not be checked" in measure_accuracy(returns(5), ZEROS, preprocessing=PREPARED).notes[0]
     with pytest.raises(DataError, match="not readable"):
-        measure_accuracy(GivenEngine(ones, metadata={PREPROCESSING_KEY: "[1"}), data, preprocessing=PREPARED)
+        measure_accuracy(returns(5, metadata={PREPROCESSING_KEY: "[1"}), ZEROS, preprocessing=PREPARED)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_results_that_are_not_finite_name_the_image(value):
     logits = np.zeros((10, 5), np.float32)
     logits[7, 2] = value
-    targets = np.zeros(10, np.int64)
     with pytest.raises(EngineError, match="logits of image 7"):
-        measure_accuracy(GivenEngine(lambda x: x, shape=(-1, 5)), batches(logits, targets, 4))
+        measure_accuracy(returns(5), batches(logits, np.zeros(10, np.int64), 4))
 
 
 def test_padding_may_be_nan():
@@ -139,59 +140,48 @@ def test_padding_may_be_nan():
     assert measure_accuracy(engine, [(np.ones((3, 5), np.float32), np.zeros(3, np.int64))]).images == 3
 
 
+def with_ports(ports):
+    # An engine with several inputs or outputs of these names.
+    engine = returns(5)
+    vars(engine).update({kind: tuple(replace(getattr(engine, kind)[0], name=n) for n in "ab") for kind in [ports]})
+    return engine
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("engine", "data", "options", "error", "message"),
     [
-        ([], "no image"),
-        ([np.zeros((2, 5), np.float32)], "pairs of images and targets"),
-        ([(np.zeros((2, 5), np.float32), np.zeros(3, np.int64))], "2 images and 3 targets"),
-        ([(np.zeros((2, 5), np.float32), np.zeros(2, np.float32))], "targets are float32"),
-        ([(np.zeros((2, 5), np.float32), np.array([0, 5]))], "target of image 1 is 5"),
-        ([(np.zeros((2, 5), np.float32), np.array([-1, 0]))], "target of image 0 is -1"),
+        (returns(5), [], {}, DataError, "no image"),
+        (returns(5), [IMAGES2], {}, DataError, "pairs of images and targets"),
+        (returns(5), [(IMAGES2, np.zeros(3, np.int64))], {}, DataError, "2 images and 3 targets"),
+        (returns(5), [(IMAGES2, np.zeros(2, np.float32))], {}, DataError, "targets are float32"),
+        (returns(5), [(IMAGES2, np.array([0, 5]))], {}, DataError, "target of image 1 is 5"),
+        (returns(5), [(IMAGES2, np.array([-1, 0]))], {}, DataError, "target of image 0 is -1"),
+        (returns(5, lambda x: x[:, 0]), ZEROS, {}, EngineError, r"output 'logits' has shape \(2,\)"),
+        (returns(5), ZEROS, {"limit": 0}, DataError, "limit is 0"),
+        (with_ports("inputs"), ZEROS, {}, EngineError, "one input"),
+        (with_ports("outputs"), ZEROS, {}, EngineError, "one output.*'out'; there is a, b"),
     ],
 )
-def test_data_that_do_not_fit_are_refused(data, message):
-    with pytest.raises(DataError, match=message):
-        measure_accuracy(GivenEngine(lambda x: x, shape=(-1, 5)), data)
-
-
-def test_outputs_that_are_not_logits_are_refused():
-    data = [(np.zeros((2, 5), np.float32), np.zeros(2, np.int64))]
-    with pytest.raises(EngineError, match=r"output 'logits' has shape \(2,\)"):
-        measure_accuracy(GivenEngine(lambda x: x[:, 0], shape=(-1, 5)), data)
-    with pytest.raises(DataError, match="limit is 0"):
-        measure_accuracy(GivenEngine(lambda x: x, shape=(-1, 5)), data, limit=0)
-    two = GivenEngine(lambda x: x, shape=(-1, 5))
-    two.inputs *= 2
-    with pytest.raises(EngineError, match="one input"):
-        measure_accuracy(two, data)
-    two = GivenEngine(lambda x: x, shape=(-1, 5))
-    two.outputs = tuple(dataclasses.replace(two.outputs[0], name=name) for name in "ab")
-    with pytest.raises(EngineError, match="one output.*'out'; there is a, b"):
-        measure_accuracy(two, data)
+def test_data_and_outputs_that_do_not_fit_are_refused(engine, data, options, error, message):
+    with pytest.raises(error, match=message):
+        measure_accuracy(engine, data, **options)
 
 
 @pytest.mark.parametrize("make", [lambda y, x: (y, x), lambda y, x: {"features": x, "out": y}], ids=["tuple", "dict"])
 def test_the_logits_of_several_outputs_are_those_of_training(make, tmp_path):
-
-    model, pictures, targets = (
-        Net(lambda net, x: make(net.fc(x.flatten(1)), x.flatten(1)), fc=torch.nn.Linear(12, 5)).eval(),
-        torch.randn(6, 3, 2, 2),
-        torch.arange(6) % 5,
-    )
-    path = export_onnx(model, pictures, tmp_path / "two.onnx")
-    with build_engine(path, "onnxruntime") as engine, torch.no_grad():
+    model = Net(lambda net, x: make(net.fc(x.flatten(1)), x.flatten(1)), fc=torch.nn.Linear(12, 5)).eval()
+    pictures, targets = torch.randn(6, 3, 2, 2), torch.arange(6) % 5
+    with build_engine(export_onnx(model, pictures, tmp_path / "two.onnx"), "onnxruntime") as engine:
         found = measure_accuracy(engine, [(pictures, targets)])
         assert found.top1 == (model.fc(pictures.flatten(1)).argmax(1) == targets).float().mean()
 
 
+MISSING = object()
 ROW = {"name": "top1", "variant": "qat", "engine": "openvino (f32)", "value": 98.5, "unit": "%"}
-
-values = st.one_of(st.floats(allow_nan=False), st.integers(-(10**9), 10**9))
 
 
 @given(
-    value=values,
+    value=st.one_of(st.floats(allow_nan=False), st.integers(-(10**9), 10**9)),
     name=st.text(),
     batch=st.none() | st.integers(1, 4096),
     text=st.text(),
@@ -202,21 +192,14 @@ def test_strict_json_and_back_keeps_everything(value, name, batch, text):
 
 
 def test_unavailable_goes_through_json():
-    metric = Metric(
-        name="p50_ms",
-        variant="float",
-        engine="tensorrt",
-        value=None,
-        unit="ms",
-        status="unavailable",
-        reason="not installed",
-    )
+    metric = Metric.from_dict(ROW | {"value": None, "status": "unavailable", "reason": "not installed"})
     assert Metric.from_dict(json.loads(json.dumps(metric.to_dict()))) == metric
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        *(({key: MISSING}, f"missing {key}") for key in ROW),
         ({"status": "done"}, "complete, partial, unavailable"),
         ({"value": None}, "None goes with 'unavailable'"),
         ({"status": "unavailable", "reason": "x"}, "None goes with 'unavailable'"),
@@ -234,13 +217,7 @@ def test_unavailable_goes_through_json():
 )
 def test_refuses_what_contradicts_itself(change, message):
     with pytest.raises(RunError, match=message):
-        Metric.from_dict(ROW | change)
-
-
-@pytest.mark.parametrize("key", ROW)
-def test_names_a_missing_key(key):
-    with pytest.raises(RunError, match=f"missing {key}"):
-        Metric.from_dict({k: v for k, v in ROW.items() if k != key})
+        Metric.from_dict({key: value for key, value in (ROW | change).items() if value is not MISSING})
 
 
 # Stages from picture to class: what each does, against torch and Pillow, and that they add up; no time is judged.
@@ -314,11 +291,10 @@ def test_half_precision_input():
 
 def test_preprocessing_by_hand():
     # A picture of one colour stays one: (pixel / 255 - mean) / std.
-    image = Image.new("RGB", (12, 30), (255, 0, 51))
-    made = preprocess([image], PREPROCESSING, "cpu")
-    for channel, value in enumerate((1.0, 0.0, 0.2)):
-        expected = (value - PREPROCESSING.mean[channel]) / PREPROCESSING.std[channel]
-        torch.testing.assert_close(made[0, channel], torch.full((8, 8), expected))
+    made = preprocess([Image.new("RGB", (12, 30), (255, 0, 51))], PREPROCESSING, "cpu")
+    mean, std = torch.tensor(PREPROCESSING.mean), torch.tensor(PREPROCESSING.std)
+    expected = (torch.tensor([1.0, 0.0, 0.2]) - mean) / std
+    torch.testing.assert_close(made[0], expected[:, None, None].expand(3, 8, 8))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -343,11 +319,8 @@ def test_classes_are_softmax_and_topk(logits):
 
 
 def test_preprocessing_given_by_the_caller_is_used():
-    other = Preprocessing(image_size=4)
-    made = measure_end_to_end(
-        {"a": engine(shape=(-1, 3, 4, 4), metadata={})}, [pixels()], preprocessing=other, warmup=0, runs=1
-    )
-    assert made[0].stage_ms.keys() == set(STAGES[1:])
+    small, more = {"a": engine(shape=(-1, 3, 4, 4), metadata={})}, {"preprocessing": Preprocessing(image_size=4)}
+    assert measure_end_to_end(small, [pixels()], warmup=0, runs=1, **more)[0].stage_ms.keys() == set(STAGES[1:])
 
 
 @pytest.mark.parametrize(
@@ -408,15 +381,12 @@ def test_an_engine_is_judged_by_a_task_over_a_loader(tmp_path):
     metric = segmentation(("a", "b", "c")).metric
     loader = DataLoader(TensorDataset(IMAGES, TARGETS), batch_size=3)
     reference = measure_metric(TorchEngine(model, (2, 8, 12)), loader, metric, keep=4)
-    path = export_onnx(model, IMAGES[:2], tmp_path / "maps.onnx")
-    with build_engine(path, "onnxruntime") as engine:
+    with build_engine(export_onnx(model, IMAGES[:2], tmp_path / "maps.onnx"), "onnxruntime") as engine:
         seen = measure_metric(engine, loader, metric, keep=4)
     assert seen.values["miou"] == pytest.approx(expected(model))
     assert (seen.images, len(seen.outputs)) == (7, 2)
     parity = compare_figures(reference, seen, metric)
-    assert parity.agreement == 1
-    assert parity.sqnr_db > 80
-    assert parity.images == 6
+    assert (parity.agreement, parity.images) == (1, 6) and parity.sqnr_db > 80
 
 
 def test_mapping_batches_and_a_function_as_the_metric():
@@ -462,8 +432,7 @@ def test_weights_and_files(tmp_path):
 @pytest.mark.parametrize("kind", [k for k in TensorProto.DataType.values() if k not in (0, TensorProto.STRING)])
 def test_every_type_has_the_size_that_onnx_stores(tmp_path, kind):
     # An odd count, so that packed types end in half a byte.
-    array = np.zeros(7, helper.tensor_dtype_to_np_dtype(kind))
-    tensor = numpy_helper.from_array(array, "w")
+    tensor = numpy_helper.from_array(np.zeros(7, helper.tensor_dtype_to_np_dtype(kind)), "w")
     assert tensor.data_type == kind
     graph = helper.make_graph([], "g", [], [helper.make_tensor_value_info("w", kind, [7])], [tensor])
     onnx.save(helper.make_model(graph), str(tmp_path / "m.onnx"))
@@ -472,8 +441,7 @@ def test_every_type_has_the_size_that_onnx_stores(tmp_path, kind):
 
 def test_constants_and_subgraphs_count(tmp_path):
     def constant(name, count):
-        value = numpy_helper.from_array(np.zeros(count, np.float32))
-        return helper.make_node("Constant", [], [name], value=value)
+        return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.zeros(count, np.float32)))
 
     branches = [
         helper.make_graph([constant(n, 3)], n, [], [helper.make_tensor_value_info(n, TensorProto.FLOAT, [3])])
@@ -481,20 +449,17 @@ def test_constants_and_subgraphs_count(tmp_path):
     ]
     branches[0].initializer.append(numpy_helper.from_array(np.zeros(2, np.int64), "inner"))
     node = helper.make_node("If", ["condition"], ["out"], then_branch=branches[0], else_branch=branches[1])
-    graph = helper.make_graph(
-        [constant("outer", 5), node],
-        "g",
-        [helper.make_tensor_value_info("condition", TensorProto.BOOL, [])],
-        [helper.make_tensor_value_info("out", TensorProto.FLOAT, [3])],
-    )
-    onnx.save(helper.make_model(graph), str(tmp_path / "m.onnx"))
+    model = onnx_model([constant("outer", 5), node], {}, {"out": [3]})
+    model.graph.input.append(helper.make_tensor_value_info("condition", TensorProto.BOOL, []))
+    onnx.save(model, tmp_path / "m.onnx")
     assert model_sizes(tmp_path / "m.onnx").weight_bytes == 4 * (3 + 3 + 5) + 16
 
 
 def test_external_data_counts(tmp_path):
     inside = classifier(tmp_path / "inside.onnx")
-    model = onnx.load(str(inside))
-    onnx.save(model, str(tmp_path / "out.onnx"), save_as_external_data=True, location="out.bin", size_threshold=0)
+    onnx.save(
+        onnx.load(inside), str(tmp_path / "out.onnx"), save_as_external_data=True, location="out.bin", size_threshold=0
+    )
     sizes, expected = model_sizes(tmp_path / "out.onnx"), model_sizes(inside)
     assert sizes.weight_bytes == expected.weight_bytes
     assert sizes.file_bytes == sum((tmp_path / name).stat().st_size for name in ("out.onnx", "out.bin"))

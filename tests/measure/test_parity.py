@@ -15,7 +15,8 @@ import compress
 from compress.errors import EngineError
 from compress.measure.parity import agreement, compare_logits, first_difference, layer_parity, probe_file, sqnr_db
 from compress.pipeline.steps.evaluate import where_it_differs
-from tests.exact import WEIGHTS
+from tests import exact
+from tests.exact import WEIGHTS, on_engine
 from tests.networks import Net, TinyResNet, network
 from tests.onnx_ptq.files import model_of, weights
 
@@ -71,11 +72,8 @@ X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module", params=["tensorrt", "openvino"])
 def exported(request, tmp_path_factory):
-    spec = compress.QuantSpec(
-        target=request.param, activations=compress.ActivationSpec(calibrator="max"), weights=WEIGHTS
-    )
-    qmodel = compress.quantize(network(), X[:2], [X], spec=spec)
-    return qmodel, compress.export_onnx(qmodel, X[:2], tmp_path_factory.mktemp("parity") / "model.onnx")
+    path, most = tmp_path_factory.mktemp("parity") / "model.onnx", compress.ActivationSpec(calibrator="max")
+    return exact.exported(network(), X, path, target=request.param, activations=most, weights=WEIGHTS)
 
 
 def spoiled(path, target, change, *, node):
@@ -139,12 +137,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probes")
     torch.manual_seed(0)
     model, x = TinyResNet().eval(), torch.randn(8, 3, 16, 16)
-    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino", weights=WEIGHTS))
-    return {
-        "float": compress.export_onnx(model, x, folder / "float.onnx"),
-        "int8": compress.export_onnx(quantized, x, folder / "int8.onnx"),
-        "torch": (quantized, x),
-    }
+    quantized, path = exact.exported(model, x, folder / "int8.onnx", target="openvino", weights=WEIGHTS)
+    return {"float": compress.export_onnx(model, x, folder / "float.onnx"), "int8": path, "torch": (quantized, x)}
 
 
 def test_probes_are_what_goes_into_quantizers_and_the_outputs_in_order(files, tmp_path):
@@ -161,8 +155,7 @@ def test_probes_are_what_goes_into_quantizers_and_the_outputs_in_order(files, tm
 
 def test_the_unfused_file_is_fake_quantization(files):
     quantized, x = files["torch"]
-    with compress.build_engine(files["int8"], "onnxruntime", fuse="no") as engine:
-        got = engine.run({"input": x.numpy()})["logits"]
+    got = on_engine(files["int8"], "onnxruntime", x, fuse="no")
     np.testing.assert_allclose(got, quantized(x).detach().numpy(), atol=1e-3)
 
 
@@ -207,13 +200,12 @@ def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypat
     x = torch.randn(4, 3, 16, 16)
     sines = Net(lambda net, x: 0.5 * torch.cat([x, x.sin()], 1))
     model = nn.Sequential(nn.Conv2d(3, 8, 3), sines, nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()
-    quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt", weights=WEIGHTS))
-    path = compress.export_onnx(quantized, x, tmp_path / "m.onnx")
-    with compress.build_engine(path, "openvino", precision="f32", batch_size=4) as engine, torch.no_grad():
-        if sqnr_db(quantized(x).numpy(), engine.run({"input": x.numpy()})["logits"]) > 30:
-            pytest.skip(
-                "OpenVINO has no such fault on this processor (with AMX, signed integers are multiplied as they are)"
-            )
+    quantized, path = exact.exported(model, x, tmp_path / "m.onnx", target="tensorrt", weights=WEIGHTS)
+    got = on_engine(path, "openvino", x, precision="f32", batch_size=4)
+    if sqnr_db(quantized(x).detach().numpy(), got.numpy()) > 30:
+        pytest.skip(
+            "OpenVINO has no such fault on this processor (with AMX, signed integers are multiplied as they are)"
+        )
     found = first_difference(path, "openvino", x.numpy(), precision="f32")
     assert found is not None and found.node == "/2/Conv" and found.before_db > found.sqnr_db + 20
     assert "look there" in where_it_differs(path, "openvino", x.numpy(), "f32")
@@ -246,8 +238,7 @@ def file_check_files(tmp_path):
 def test_a_good_file_has_no_warning(file_check_files):
     found = compress.check_onnx(*file_check_files, FILE_CHECK_X, target="openvino")
     assert (found.images, found.engine, found.warning) == (8, "openvino", "")
-    assert found.written_db > 25
-    assert found.engine_db > 25
+    assert min(found.written_db, found.engine_db) > 25
 
 
 def test_an_engine_that_computes_something_else_is_said(file_check_files):

@@ -95,13 +95,11 @@ def test_networks_have_no_product_in_float32(tmp_path, network, size, precision)
     done = compress.cast_onnx(file, precision=precision, batches=batches(size=size))
     assert done.path == tmp_path / f"float.{precision}.onnx"
     assert not [row for row in done.casting.kept if row.product]
-    products = [
-        node for node in onnx.load(done.path).graph.node if node.op_type in {"Conv", "Gemm", "MatMul", "ConvTranspose"}
-    ]
+    graph, types = onnx.load(done.path).graph, types_of(done.path)
+    products = [node for node in graph.node if node.op_type in {"Conv", "Gemm", "MatMul", "ConvTranspose"}]
     dtype = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}[precision]
-    types = types_of(done.path)
     assert {types[node.output[0]] for node in products} <= {dtype, TensorProto.FLOAT}
-    weights_of = {tensor.name: tensor.data_type for tensor in onnx.load(done.path).graph.initializer}
+    weights_of = {tensor.name: tensor.data_type for tensor in graph.initializer}
     assert {weights_of[node.input[1]] for node in products if node.input[1] in weights_of} == {dtype}
     assert done.sqnr_db > {"fp16": 55, "bf16": 30}[precision]
     if precision == "fp16":

@@ -15,6 +15,7 @@ import compress
 from compress.errors import QuantizationError
 from tests.exact import optimized
 from tests.networks import TinyResNet, with_statistics
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, sqnr, weights
 
 NETWORKS = {"resnet": TinyResNet, "gated": gated_net, "attention": attention, "shuffled": shuffled}
@@ -86,10 +87,7 @@ def test_integers_that_are_read_with_a_second_scale_and_zero_point(tmp_path):
         helper.make_node("DequantizeLinear", ["q", "s2", "z"], ["third"]),
         helper.make_node("Concat", ["first", "second", "third"], ["y"], axis=1),
     ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, None]) for name in "xy"]
-    constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in parts.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "q.onnx")
+    onnx.save(onnx_model(nodes, {"x": [4, None]}, {"y": [4, None]}, parts, opset=17), tmp_path / "q.onnx")
     stripped = compress.dequantize_onnx(tmp_path / "q.onnx", tmp_path / "float.onnx")
     x = np.random.default_rng(0).uniform(-2, 2, (4, 9)).astype(np.float32)
     assert sqnr(run(tmp_path / "q.onnx", x), run(stripped, x)) > 35
@@ -173,10 +171,9 @@ def test_fused_operators_are_opened(tmp_path, network):
 
 def test_norms_with_a_skip_are_opened(tmp_path):
     file, x = export(with_statistics(attention()), tmp_path / "float.onnx"), batches(1, seed=3)[0]
-    optimize_model(str(file), model_type="vit", num_heads=2, hidden_size=16, opt_level=0).save_model_to_file(
-        str(tmp_path / "fused.onnx")
-    )
-    assert "SkipLayerNormalization" in {node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node}
+    fused = optimize_model(str(file), model_type="vit", num_heads=2, hidden_size=16, opt_level=0)
+    fused.save_model_to_file(str(tmp_path / "fused.onnx"))
+    assert "SkipLayerNormalization" in ops_of(tmp_path / "fused.onnx")
     half = compress.cast_onnx(tmp_path / "fused.onnx", tmp_path / "h.onnx", batches=batches())
     assert domains(half.path) == {""} and sqnr(run(file, x.numpy()), run(half.path, x.numpy())) > 55
 
@@ -210,6 +207,5 @@ def test_the_layout_of_a_machine_is_refused(tmp_path):
     if not any(domain.endswith("nchwc") for domain in domains(file)):
         pytest.skip("ONNX Runtime has no such layout on this processor")
     for call in (compress.quantize_onnx, compress.cast_onnx):
-        options = {"batches": batches()} if call is compress.quantize_onnx else {}
         with pytest.raises(QuantizationError, match="ORT_ENABLE_EXTENDED"):
-            call(file, out=tmp_path / "q.onnx", **options)
+            call(file, batches=batches(), out=tmp_path / "q.onnx")

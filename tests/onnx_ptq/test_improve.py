@@ -34,11 +34,10 @@ def unequal():
     # Two convolutions whose channels have ranges from 0.01 to 100, which undo each other.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.ReLU6(), nn.Conv2d(8, 4, 1))
-    with torch.no_grad():
-        factors = torch.logspace(-2, 2, 8)
-        model[0].weight.mul_(factors[:, None, None, None])
-        model[0].bias.mul_(factors)
-        model[2].weight.div_(factors[:, None, None])
+    factors = torch.logspace(-2, 2, 8)
+    model[0].weight.data.mul_(factors[:, None, None, None])
+    model[0].bias.data.mul_(factors)
+    model[2].weight.data.div_(factors[:, None, None])
     return model.eval()
 
 
@@ -52,11 +51,10 @@ def outliers():
     # Two channels of each norm are 100 times as large as the others.
     torch.manual_seed(0)
     model = attention().eval()
-    with torch.no_grad():
-        for norm, layer in ((model.norm1, model.qkv), (model.norm2, model.up)):
-            norm.weight[:2] *= 100
-            norm.bias[:2] *= 100
-            layer.weight[:, :2] /= 100
+    for norm, layer in ((model.norm1, model.qkv), (model.norm2, model.up)):
+        norm.weight.data[:2] *= 100
+        norm.bias.data[:2] *= 100
+        layer.weight.data[:, :2] /= 100
     return model
 
 
@@ -86,9 +84,8 @@ def test_a_file_gains_what_its_model_does(tmp_path, name):
     file = export(model, tmp_path / "float.onnx")
     done = quantize_onnx_file(file, data, spec=spec)
     x = batches(seed=1)[0]
-    with torch.no_grad():
-        expected = model(x).numpy()
-        ours = sqnr(expected, compress.quantize(model, data[0], data, spec=spec)(x).numpy())
+    expected = model(x).detach().numpy()
+    ours = sqnr(expected, compress.quantize(model, data[0], data, spec=spec)(x).detach().numpy())
     theirs = sqnr(expected, run(done.path, x.numpy()))
     assert theirs == pytest.approx(ours, abs=1.0)
     if name == "relu6":
@@ -103,8 +100,7 @@ def test_a_file_gains_what_its_model_does(tmp_path, name):
 def test_what_makes_a_file_worse_is_taken_back(tmp_path):
     # Most values before this ReLU6 exceed 6.
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
-    with torch.no_grad():
-        model[0].weight.mul_(8)
+    model[0].weight.data.mul_(8)
     file, data = export(model, tmp_path / "float.onnx"), batches()
     done = quantize_onnx_file(file, data, spec=compress.QuantSpec(relu6="relu", activations=MAX))
     assert "quantization.relu6 taken back" in " ".join(done.notes)
@@ -122,18 +118,13 @@ def test_a_product_without_bias_gets_one(tmp_path):
     constants = {"a": weights(16, 32).T.copy().T, "b": weights(32, 8, seed=1)}
     onnx.save(model_of(nodes, constants, shape=("n", 16), rank=2), tmp_path / "m.onnx")
     data = [np.random.default_rng(i).standard_normal((64, 16)).astype(np.float32) + 1 for i in range(2)]
-    spec = compress.QuantSpec(
-        bias_correction="empirical", weights=compress.WeightSpec(num_bits=3), activations=MAX, insist=True
-    )
-    path = compress.quantize_onnx(tmp_path / "m.onnx", data, spec=spec)
-    float_mean, mean = (run(p, data[0]).mean(0) for p in (tmp_path / "m.onnx", path))
-    simple = compress.quantize_onnx(
-        tmp_path / "m.onnx",
-        data,
-        spec=compress.QuantSpec(weights=compress.WeightSpec(num_bits=3), activations=MAX, bias_correction=None),
-        out=tmp_path / "p.onnx",
-    )
-    assert np.abs(mean - float_mean).mean() < 0.5 * np.abs(run(simple, data[0]).mean(0) - float_mean).mean()
+    means = [run(tmp_path / "m.onnx", data[0]).mean(0)]
+    for way in ("empirical", None):
+        few = compress.WeightSpec(num_bits=3)
+        spec = compress.QuantSpec(bias_correction=way, weights=few, activations=MAX, insist=way is not None)
+        path = compress.quantize_onnx(tmp_path / "m.onnx", data, spec=spec, out=tmp_path / f"{way}.onnx")
+        means.append(run(path, data[0]).mean(0))
+    assert np.abs(means[1] - means[0]).mean() < 0.5 * np.abs(means[2] - means[0]).mean()
 
 
 # The default keeps layers whose inputs have outlier channels, and products after a peaked softmax, accurate.
@@ -142,44 +133,32 @@ TOKENS = torch.randn(12, 20, 16, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(12, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 
 
-class Peaked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        with torch.no_grad():
-            self.norm.weight[3], self.up.bias[5] = 80.0, 90.0
-            self.qkv.weight[:, 3], self.down.weight[:, 5] = 1e-3, 1e-3
+def peaked():
+    def run(net, x):
+        q, k, v = net.qkv(net.norm(x)).chunk(3, -1)
+        x = x + net.out((q @ k.transpose(1, 2) * 3).softmax(-1) @ v)
+        return x + net.down(nn.functional.gelu(net.up(x)))
 
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out((q @ k.transpose(1, 2) * 3).softmax(-1) @ v)
-        return x + self.down(nn.functional.gelu(self.up(x)))
+    sizes = {"qkv": (16, 48), "out": (16, 16), "up": (16, 32), "down": (32, 16)}
+    net = Net(run, norm=nn.LayerNorm(16), **{name: nn.Linear(*size) for name, size in sizes.items()})
+    net.norm.weight.data[3], net.up.bias.data[5] = 80.0, 90.0
+    net.qkv.weight.data[:, 3], net.down.weight.data[:, 5] = 1e-3, 1e-3
+    return net
 
 
-class Sink(nn.Module):
+def sink():
     # Attention that goes to the first token, which has no value: the result is made of the small weights.
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(16, 16)
-        self.register_buffer("bias", torch.tensor([8.0] + 19 * [0.0]))
-        self.register_buffer("mask", torch.tensor([0.0] + 19 * [1.0])[:, None])
-
-    def forward(self, x):
-        return self.out((x @ x.transpose(1, 2) / 16 + self.bias).softmax(-1) @ (x * self.mask))
+    bias = nn.Buffer(torch.tensor([8.0] + 19 * [0.0]))
+    mask = nn.Buffer(torch.tensor([0.0] + 19 * [1.0])[:, None])
+    attended = lambda net, x: (x @ x.transpose(1, 2) / 16 + net.bias).softmax(-1) @ (x * net.mask)  # noqa: E731
+    return Net(lambda net, x: net.out(attended(net, x)), out=nn.Linear(16, 16), bias=bias, mask=mask)
 
 
-class Wide(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.first, self.activation = nn.Conv2d(3, 16, 3), activation
-        self.depthwise, self.last = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 8, 1)
-        with torch.no_grad():
-            self.first.weight[2] *= 60
-            self.depthwise.weight[2] /= 60
-
-    def forward(self, x):
-        return self.last(self.depthwise(self.activation(self.first(x))))
+def wide(activation):
+    layers = nn.Conv2d(3, 16, 3), activation, nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 8, 1)
+    layers[0].weight.data[2] *= 60
+    layers[2].weight.data[2] /= 60
+    return nn.Sequential(*layers)
 
 
 def decibel(path, wanted, x):
@@ -190,12 +169,11 @@ def decibel(path, wanted, x):
 @pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
 @pytest.mark.parametrize(
     ("model", "x", "gain"),
-    [(Peaked, TOKENS, 4), (lambda: Wide(nn.ReLU()), IMAGES, 8), (lambda: Wide(nn.Hardswish()), IMAGES, 8)],
+    [(peaked, TOKENS, 4), (lambda: wide(nn.ReLU()), IMAGES, 8), (lambda: wide(nn.Hardswish()), IMAGES, 8)],
 )
 def test_outlier_channels_cost_less_by_default(tmp_path, target, model, x, gain):
     model = model().eval()
-    with torch.no_grad():
-        wanted = model(x).numpy()
+    wanted = model(x).detach().numpy()
     file, found = export(model, tmp_path / "float.onnx", x=x), {}
     for smooth in ("auto", None):
         spec = compress.QuantSpec(target=target, smooth=smooth)
@@ -208,7 +186,7 @@ def test_outlier_channels_cost_less_by_default(tmp_path, target, model, x, gain)
 
 
 def test_a_poor_product_stays_float_with_its_reason_unless_a_rule_says_otherwise(tmp_path):
-    file = export(Sink().eval(), tmp_path / "float.onnx", x=TOKENS)
+    file = export(sink().eval(), tmp_path / "float.onnx", x=TOKENS)
     for rules in ((), (compress.Rule(match="*MatMul*"),)):
         spec = compress.QuantSpec(target="openvino", rules=rules)
         done = quantize_onnx_file(file, [TOKENS], spec=spec, out=tmp_path / "int8.onnx")
@@ -346,18 +324,14 @@ def affine(depthwise: bool = False):
     )
 
 
-class Excited(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.squeezed, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
-        with torch.no_grad():
-            self.last.weight[:, :2] /= 40
-        self.register_buffer("wide", torch.ones(16, 1, 1))
-        self.wide[:2] = 40
+def excited():
+    def run(net, x):
+        x = nn.functional.hardswish(net.first(x)) * net.wide
+        return net.last(x * net.squeezed(x.mean((2, 3), keepdim=True)).sigmoid())
 
-    def forward(self, x):
-        x = nn.functional.hardswish(self.first(x)) * self.wide
-        return self.last(x * self.squeezed(x.mean((2, 3), keepdim=True)).sigmoid())
+    layers = {"first": nn.Conv2d(3, 16, 3), "squeezed": nn.Conv2d(16, 16, 1), "last": nn.Conv2d(16, 8, 1)}
+    layers["last"].weight.data[:, :2] /= 40
+    return Net(run, wide=nn.Buffer(torch.tensor(2 * [40.0] + 14 * [1.0])[:, None, None]), **layers)
 
 
 def quantized(model, tmp_path, x, reader="file", **options):
@@ -414,7 +388,6 @@ def test_images_that_depend_on_their_batch_are_looked_at_in_it(tmp_path, reader)
         x = net.first(x).relu()
         return net.last(net.middle(x + 9 * x.mean(0)).relu())
 
-    torch.manual_seed(0)
     sizes = {"first": (32, 16), "middle": (16, 16), "last": (16, 8)}
     model, x = Net(of_set, **{name: nn.Linear(*size) for name, size in sizes.items()}), torch.randn(4, 32)
     *results, _ = quantized(model, tmp_path, x, reader, target="tensorrt")
@@ -423,7 +396,7 @@ def test_images_that_depend_on_their_batch_are_looked_at_in_it(tmp_path, reader)
 
 def test_a_gate_takes_the_scale_of_its_channels(tmp_path):
     # ONNX Runtime's kernels take no factor between the product and the convolution; the gate has one value each.
-    model, x = Excited(), torch.cat(batches(8))
+    model, x = excited(), torch.cat(batches(8))
     options = {"target": "onnxruntime", "bias_correction": None}
     wanted, plain, _ = quantized(model, tmp_path, x, smooth=None, **options)
     _, found, _ = quantized(model, tmp_path, x, **options)

@@ -16,39 +16,37 @@ import compress
 from compress.cli.app import app
 from compress.data.base import Preprocessing
 from compress.errors import EngineError, EngineUnavailableError, ExportError
+from tests.exact import on_engine
 from tests.further import further
+from tests.networks import Net
 from tests.onnx_ptq.files import sqnr
 
 PAIRS = ("quantize_per_tensor", "dequantize_per_tensor")
 
 
-class Block(nn.Module):
+def block():
     # A residual block, a pool, a padding and a split that move integers, a transposed convolution, a head.
-    def __init__(self):
-        super().__init__()
-        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(4, 8, 1)
-        self.norm, self.up, self.head = nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2), nn.Linear(4, 10)
+    def run(net, x):
+        x = F.pad(F.max_pool2d(F.relu(net.norm(net.stem(x))), 2), (0, 1, 0, 1))
+        x = F.hardswish(net.a(x)) + net.b(x.chunk(2, 1)[0])
+        return net.head(net.up(x).mean((2, 3)))
 
-    def forward(self, x):
-        x = F.pad(F.max_pool2d(F.relu(self.norm(self.stem(x))), 2), (0, 1, 0, 1))
-        x = F.hardswish(self.a(x)) + self.b(x.chunk(2, 1)[0])
-        return self.head(self.up(x).mean((2, 3)))
+    layers = {"stem": nn.Conv2d(3, 8, 3, 2, 1), "a": nn.Conv2d(8, 8, 3, 1, 1), "b": nn.Conv2d(4, 8, 1)}
+    return Net(run, norm=nn.BatchNorm2d(8), up=nn.ConvTranspose2d(8, 4, 2, 2), head=nn.Linear(4, 10), **layers)
 
 
-class Tokens(nn.Module):
+def tokens():
     # Attention over patches, whose class token is chosen before the head.
-    def __init__(self):
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 1, 16))
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
-        self.head = nn.Linear(16, 10)
+    def run(net, x):
+        x = net.patches(x).flatten(2).transpose(1, 2)
+        return net.head(net.layer(torch.cat([net.token.expand(len(x), -1, -1), x], 1))[:, 0])
 
-    def forward(self, x):
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        return self.head(self.layer(torch.cat([self.token.expand(len(x), -1, -1), x], 1))[:, 0])
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
+    token = nn.Parameter(torch.randn(1, 1, 16))
+    return Net(run, patches=nn.Conv2d(3, 16, 4, 4), token=token, layer=layer, head=nn.Linear(16, 10))
 
 
-@pytest.fixture(scope="module", params=further([Block, Tokens], [Block]))
+@pytest.fixture(scope="module", params=further([block, tokens], [block]))
 def network(request, tmp_path_factory):
     torch.manual_seed(0)
     images = torch.randn(4, 3, 16, 16)
@@ -62,8 +60,7 @@ def network(request, tmp_path_factory):
 def test_a_program_holds_the_integers_of_the_file(network):
     model, file, images = network
     program = compress.to_pt2e(model, images)
-    with torch.no_grad():
-        assert sqnr(model(images).numpy(), program.module()(images).numpy()) > 35
+    assert sqnr(*(net(images).detach().numpy() for net in (model, program.module()))) > 35
     initializers = [numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer]
     weights = [array for array in initializers if array.dtype == np.int8 and array.ndim > 1]
     held = [value.numpy() for name, value in program.named_buffers() if value.dtype == torch.int8]
@@ -89,22 +86,18 @@ def converted(model, images, **options):
 
 
 def test_a_program_of_xnnpacks_quantizer_becomes_a_file_with_its_scales(tmp_path):
-    torch.manual_seed(0)
-    model, images = Block().eval(), torch.randn(4, 3, 16, 16)
-    with torch.no_grad():
-        program = converted(model, images)
-        wanted = program.module()(images).numpy()
+    model, images = block().eval(), torch.randn(4, 3, 16, 16)
+    program = converted(model, images)
     file = compress.from_pt2e(program, tmp_path / "model.onnx")
-    with compress.build_engine(file, "onnxruntime") as engine:
-        assert sqnr(wanted, engine.run({"input": images.numpy()})["logits"]) > 30
+    found = on_engine(file, "onnxruntime", images).numpy()
+    assert sqnr(program.module()(images).detach().numpy(), found) > 30
     pairs = [node.args[1:3] for node in program.graph.nodes if f".{PAIRS[0]}." in str(node.target)]
-    proto = onnx.load(file)
-    value = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    nodes = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    graph = onnx.load(file).graph
+    value = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "QuantizeLinear"]
     got = {(float(value[node.input[1]]), int(value[node.input[2]])) for node in nodes}
     assert got == {(float(np.float32(scale)), zero) for scale, zero in pairs} and len(got) > 5
-    weights = [array for array in value.values() if array.dtype == np.int8 and array.ndim > 1]
-    assert len(weights) == 5
+    assert len([array for array in value.values() if array.dtype == np.int8 and array.ndim > 1]) == 5  # weights
     for wrong, message in (
         (model, "no pair"),
         (torch.export.export(model, (images,)), "no pair"),
@@ -150,11 +143,9 @@ def test_a_layer_without_a_pair_before_it_runs_in_float(tmp_path):
     second.input[0] = producer[producer[second.input[0]].input[0]].input[0]  # what the pair reads
     onnx.save(proto, tmp_path / "model.onnx")
     path = compress.export_executorch(tmp_path / "model.onnx", tmp_path / "model.pte")
-    feed = {"input": images.numpy()}
-    with compress.build_engine(tmp_path / "model.onnx", "onnxruntime") as engine:
-        wanted = engine.run(feed)["logits"]
+    wanted = on_engine(tmp_path / "model.onnx", "onnxruntime", images).numpy()
     with compress.build_engine(path, "executorch", threads=1) as engine:
-        assert sqnr(wanted, engine.run(feed)["logits"]) > 30
+        assert sqnr(wanted, engine.run({"input": images.numpy()})["logits"]) > 30
         convolutions = [row.precision for row in engine.runtime_layers() if row.kind == "Conv2d"]
     assert convolutions == ["f32", "f32"]  # the first has lost the pair after it
 
@@ -239,10 +230,8 @@ def scales_of_file(file, dtype):
     weights, pairs = set(), set()
     for node in graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in value and value[node.input[0]].dtype == np.int8:
-            scale, (axis,) = (
-                value[node.input[1]].astype(dtype),
-                [a.i for a in node.attribute if a.name == "axis"] or [1],
-            )
+            scale = value[node.input[1]].astype(dtype)
+            (axis,) = [a.i for a in node.attribute if a.name == "axis"] or [1]
             rows = np.moveaxis(value[node.input[0]], axis, 0)
             weights |= {(float(s), *q.reshape(-1).tolist()) for s, q in zip(scale, rows, strict=True)}
         elif node.op_type == "QuantizeLinear":
@@ -274,8 +263,7 @@ def test_a_core_ml_package_holds_the_scales_and_integers_of_the_file(network, pr
     assert (given.name, given.type.imageType.width, result.name) == ("input", 16, "logits")
     if {op.op_type for op in function.operations} <= {"const", *OPERATORS}:
         image = torch.randint(256, (1, 3, 16, 16)).float()
-        with compress.build_engine(file, "onnxruntime") as engine:
-            wanted = engine.run({"input": Preprocessing(image_size=16).normalize(image / 255).numpy()})["logits"]
+        wanted = on_engine(file, "onnxruntime", Preprocessing(image_size=16).normalize(image / 255)).numpy()
         assert sqnr(wanted, computed(function, image)) > (35 if precision == "fp32" else 20)
     else:
         assert "softmax" in {op.op_type for op in function.operations}

@@ -18,7 +18,7 @@ from compress.quantization import TARGETS
 from compress.quantization.calibration.histogram import drawn_from
 from compress.quantization.report import placement_of
 from tests.exact import compute
-from tests.networks import Net, TinyResNet, with_statistics
+from tests.networks import Net, TinyResNet, minimized, with_statistics
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, run, shuffled, weights
 
 NETWORKS = {"resnet": TinyResNet, "gated": gated_net, "attention": attention, "shuffled": shuffled}
@@ -35,8 +35,7 @@ def test_computes_what_the_model_does(tmp_path, name, folded):
     model = made(name)
     network = compress.from_onnx(export(model, tmp_path / "m.onnx", folded=folded), torch.randn(2, 3, 16, 16))
     x = torch.randn(5, 3, 16, 16)  # of another batch size than the example
-    with torch.no_grad():
-        torch.testing.assert_close(network(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(network(x), model.eval()(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -57,17 +56,10 @@ def test_a_file_is_fine_tuned_in_int8_and_exported(tmp_path):
     network = compress.build_model(spec, num_classes=10)
     qmodel = compress.quantize(network, x, [x], spec=compress.QuantSpec(target="onnxruntime"))
     optimizer, targets = torch.optim.SGD(qmodel.parameters(), 0.05), torch.arange(16) % 10
-    losses = []
-    for _ in range(8):
-        loss = torch.nn.functional.cross_entropy(qmodel.train()(x), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = minimized(optimizer, lambda: nn.functional.cross_entropy(qmodel.train()(x), targets), 8)
     assert losses[-1] < losses[0]
     file = compress.export_onnx(qmodel.eval(), x, tmp_path / "int8.onnx")
-    with torch.no_grad():
-        np.testing.assert_allclose(run(file, x.numpy()), qmodel(x).numpy(), atol=0.05)
+    np.testing.assert_allclose(run(file, x.numpy()), qmodel(x).detach(), atol=0.05)
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
 
 
@@ -148,7 +140,7 @@ def test_sides_that_the_file_leaves_open(tmp_path):
         compress.from_onnx(tmp_path / "m.onnx")
     network = compress.from_onnx(tmp_path / "m.onnx", size=(8, 8))
     assert network(torch.zeros(3, 3, 8, 8)).shape == (3, 4, 6, 6)
-    assert isinstance(network.get_submodule("a.b"), torch.nn.Conv2d)
+    assert isinstance(network.get_submodule("a.b"), nn.Conv2d)
 
 
 def test_a_recipe_with_a_file_takes_no_other_weights():
@@ -163,11 +155,7 @@ def test_a_fine_tuned_network_returns_into_its_file(tmp_path, name, target):
     x, spec, file = torch.randn(8, 3, 16, 16), compress.QuantSpec(target=target), tmp_path / "float.onnx"
     export(made(name), file, folded=name != "resnet")
     qmodel = compress.quantize(compress.from_onnx(file, x), x, [x], spec=spec)
-    optimizer = torch.optim.SGD(qmodel.parameters(), 0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        qmodel.train()(x).square().mean().backward()
-        optimizer.step()
+    minimized(torch.optim.SGD(qmodel.parameters(), 0.01), lambda: qmodel.train()(x).square().mean(), 3)
     compress.calibrate(qmodel.eval(), [x])
     out = compress.quantize_onnx(file, [x], spec=spec, out=tmp_path / "int8.onnx", trained=qmodel)
     before, after = (onnx.load(path).graph for path in (file, out))
@@ -176,10 +164,8 @@ def test_a_fine_tuned_network_returns_into_its_file(tmp_path, name, target):
     layers = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
     assert {n.name for n in after.node if n.op_type in layers} == {n.name for n in before.node if n.op_type in layers}
     x = torch.randn(8, 3, 16, 16)
-    with torch.no_grad():
-        expected, untrained = qmodel(x).numpy(), made(name).eval()(x).numpy()
-    found = run(out, x.numpy())
-    error = np.square(found - expected).mean()
+    expected, untrained = (network.eval()(x).detach().numpy() for network in (qmodel, made(name)))
+    error = np.square(run(out, x.numpy()) - expected).mean()
     assert error < 1e-3 * np.square(expected).mean()  # 30 dB: engines round the sums of INT8 in another order
     assert error < 0.05 * np.square(untrained - expected).mean()  # and it is the trained network
 

@@ -91,22 +91,20 @@ def test_files_tell_the_same(measured, folder):
 
 def test_it_goes_on_where_it_stopped(measured, folder):
     path = folder / "sensitivity-w3a8.json"
-    whole = json.loads(path.read_text())
-    rows = whole["report"]["rows"]
+    whole = path.read_text()
+    rows = json.loads(whole)["report"]["rows"]
     rows[0]["weight_elements"] = -1  # a sign that this row was not measured again
     path.write_text(json.dumps({"images": 96, "rows": rows[:4]}))
     again = sensitivity_run(RECIPE, folder, images=96, weight_bits=[3], device="cpu", resume=True)
-    found = again.reports["w3a8"].rows
-    assert found[0].weight_elements == -1
-    assert found[1:] == measured.reports["w3a8"].rows[1:]
-    path.write_text(json.dumps(whole))
+    first, *others = again.reports["w3a8"].rows
+    assert first.weight_elements == -1 and tuple(others) == measured.reports["w3a8"].rows[1:]
+    path.write_text(whole)
 
 
 @pytest.mark.parametrize(("costs", "precision"), [("openvino", "f32"), ("onnxruntime", None)])
 def test_front_is_measured_and_its_recipe_makes_the_network(measured, tmp_path, costs, precision):
     found = mixed_front(measured, costs=costs, batch_size=2, precision=precision, images=96, points=2, seconds=0.2)
-    labels = [point.label for point in found]
-    assert labels[:3] == ["float", "w8a8", "w3a8"]
+    assert [point.label for point in found[:3]] == ["float", "w8a8", "w3a8"]
     assert found[0].agreement == 1 and found[0].spec is None and found[0].sqnr_db == float("inf")
     assert all(point.latency_ms > 0 and point.predicted_ms > 0 for point in found)
     formats = {**found[1].formats, "conv1": "float", "block1.conv2": "w3a8"}
@@ -157,14 +155,19 @@ def test_refusals(recipe, options, message, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def printed(words, capsys):
+    # The JSON document of a command that succeeds.
+    with pytest.raises(SystemExit) as done:
+        app(words)
+    assert not done.value.code
+    return json.loads(capsys.readouterr().out)
+
+
 def test_command_line(measured, folder, capsys):
     # On the finished run: one JSON document, and nothing is measured again.
     options = ["sensitivity", "--recipe", str(folder / "recipe.yaml"), "--json", "--out", str(folder), "--resume"]
     options += ["--images", "96", "--device", "cpu"]
-    with pytest.raises(SystemExit) as done:
-        app(options)
-    assert not done.value.code
-    formats = json.loads(capsys.readouterr().out)["formats"]
+    formats = printed(options, capsys)["formats"]
     assert formats["w8a8"]["quantized"]["sqnr_db"] == measured.reports["w8a8"].quantized.sqnr_db
     with pytest.raises(RunError, match="is now `sensitivity --from RUN"):
         app(["bench", str(folder), "--mixed"])
@@ -189,18 +192,20 @@ BETTER_PTQ_TREE = {
 }
 
 
+def begun(recipe, path):
+    # A run of `ptq`, and its float network.
+    run = Run(recipe=recipe, folder=open_run(path, recipe, "ptq", resume=False), data=load_data(recipe.data))
+    return run, build_float(recipe).model.eval()
+
+
 def test_a_run_keeps_what_it_improved(tmp_path):
     recipe = parse_recipe(BETTER_PTQ_TREE)
-    folder = open_run(tmp_path / "run", recipe, "ptq", resume=False)
-    this = Run(recipe=recipe, folder=folder, data=load_data(recipe.data))
-    model = build_float(recipe).model.eval()
+    this, model = begun(recipe, tmp_path / "run")
     made = ptq_step(this, model)
     assert [note.split(" ")[1] for note in this.all_notes()] == ["equalized", "AdaRound", "corrected"]
     assert not (tmp_path / "run" / "ptq.adaround").exists()
     again = ptq_step(dataclasses.replace(this, notes=[]), model)  # finished: read from its file
-    x = this.example
-    with torch.no_grad():
-        torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
     plain = dataclasses.replace(recipe, quantization=dataclasses.replace(recipe.quantization, equalize=False))
     assert plain.digest() != recipe.digest()
 
@@ -210,8 +215,7 @@ def clipped(num_classes=10):
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
     )
-    with torch.no_grad():
-        model[0].weight.mul_(50)
+    model[0].weight.data.mul_(50)
     return model
 
 
@@ -222,15 +226,12 @@ def test_a_finished_step_is_read_without_what_was_taken_back(tmp_path):
         "quantization": {"calibration_images": 32, "relu6": "relu"},
         "qat": None,
     }
-    recipe = parse_recipe(tree)
-    this = Run(recipe=recipe, folder=open_run(tmp_path / "r", recipe, "ptq", resume=False), data=load_data(recipe.data))
-    model = build_float(recipe).model.eval()
+    this, model = begun(parse_recipe(tree), tmp_path / "r")
     made = ptq_step(this, model)
     assert made.report.comparison.taken_back == ("relu6",)
     assert any("taken back" in note for note in this.all_notes())
     again = ptq_step(this, model)
-    with torch.no_grad():
-        torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
+    torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +268,7 @@ PARITY_RECIPE = parse_recipe(PARITY_TREE)
 def test_both_engines_at_every_quantizer(tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
     path.write_text(PARITY_RECIPE.to_yaml())
-    with pytest.raises(SystemExit) as done:
-        app(["inspect", "parity", "--recipe", str(path), "--json"])
-    assert not done.value.code
-    document = json.loads(capsys.readouterr().out)
+    document = printed(["inspect", "parity", "--recipe", str(path), "--json"], capsys)
     qmodel = insert_quantizers(tiny(), torch.zeros(2, 3, 16, 16), PARITY_RECIPE.quantization)
     expected = {site.name for site in placement_of(qmodel).activations}
     for engine in ("onnxruntime", "openvino"):
@@ -338,8 +336,7 @@ def test_a_later_measurement_takes_the_place_of_an_earlier_one(files, tmp_path):
     for engine in ("onnxruntime", "openvino (f32)"):
         keep_slower(tmp_path, slower(files, recorded(engine, float=1.0, ptq=2.0), SPEC, targets), files, SPEC)
     assert [row.engine for row in SLOWER.read(tmp_path)] == ["openvino (f32)"]
-    one = BenchSpec(engines=("onnxruntime",), batch_sizes=(1,))
-    keep_slower(tmp_path, [], files, one)
+    keep_slower(tmp_path, [], files, BenchSpec(engines=("onnxruntime",), batch_sizes=(1,)))
     assert [row.engine for row in SLOWER.read(tmp_path)] == ["openvino (f32)"]
     keep_slower(tmp_path, [], files, SPEC)
     assert SLOWER.read(tmp_path) == ()

@@ -59,6 +59,12 @@ class Rmse:
         return (self.sum / self.count) ** 0.5
 
 
+def value_of(rows, name, variant):
+    # The row of a metric in which a variant was measured by ONNX Runtime.
+    (row,) = (m for m in rows if (m["name"], m["variant"], m["engine"]) == (name, variant, "onnxruntime"))
+    return row
+
+
 def test_depth_is_judged_in_metres_by_the_engine(tmp_path):
     here = "tests.pipeline.test_tasks"
     tree = {
@@ -74,7 +80,7 @@ def test_depth_is_judged_in_metres_by_the_engine(tmp_path):
     }
     run(parse_recipe(tree), "ptq", tmp_path, device="cpu")
     rows = json.loads((tmp_path / "metrics.json").read_text())
-    (row,) = (m for m in rows if (m["name"], m["variant"], m["engine"]) == ("rmse", "ptq", "onnxruntime"))
+    row = value_of(rows, "rmse", "ptq")
     session = open_session(tmp_path / "ptq.onnx")
     near, far = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
     assert far.shape == (8, 1, 4, 6)
@@ -137,8 +143,7 @@ def test_the_trained_weights_are_in_the_file(finished):
         error = np.abs((q - zero) * step - trained[f"{name}.weight"].numpy())
         assert (error <= step * 0.501).mean() > 0.99  # ranges that were trained clip a few weights
         changed.append(not torch.equal(trained[f"{name}.weight"], untrained[f"{name}.weight"]))
-    assert len(changed) == 7
-    assert all(changed)
+    assert changed == [True] * 7
 
 
 def test_the_engine_is_measured_with_that_file(finished):
@@ -172,14 +177,10 @@ def test_images_without_labels_are_judged_by_the_float_network(tmp_path):
     tree["data"] |= {"crop_ratio": 1.0, "mean": [0.5] * 3, "std": [0.25] * 3}
     run(parse_recipe(tree), "qat", tmp_path / "run", device="cpu")
     images = ((pixels[3::4] / 255 - 0.5) / 0.25).astype(np.float32).transpose(0, 3, 1, 2)
-    said = {}
-    for variant in ("float", "ptq", "qat"):
-        said[variant] = compute(tmp_path / "run" / f"{variant}.onnx", images).argmax(1)
+    said = {v: compute(tmp_path / "run" / f"{v}.onnx", images).argmax(1) for v in ("float", "ptq", "qat")}
     rows = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for variant, classes in said.items():
-        (row,) = (
-            m for m in rows if (m["name"], m["variant"], m["engine"]) == ("same_class_as_float", variant, "onnxruntime")
-        )
+        row = value_of(rows, "same_class_as_float", variant)
         assert row["value"] == pytest.approx(100 * (classes == said["float"]).mean())
     assert len(set(said["float"].tolist())) > 1
 
@@ -243,9 +244,6 @@ def test_noise_has_its_deviation_and_is_the_same_each_time(photographs):
     inner = (truth > 0.2) & (truth < 0.8)  # where nothing is cut off
     assert (images - truth)[inner].std() * 255 == pytest.approx(10, rel=0.1)
     assert torch.equal(images, batch(loaded(photographs, scale=1, noise=10).val)[0])
-
-
-def test_an_image_smaller_than_the_truth_is_named(photographs):
     with pytest.raises(DataError, match=r"03.png is 44 x 40 pixels: it must have 64 x 64, data.scale 2 times"):
         batch(loaded(photographs, image_size=32).val)
 
@@ -286,8 +284,7 @@ def enlarging(photographs, tmp_path_factory):
 
 
 def enlarged(folder, images):
-    session = open_session(folder / "qat.onnx")
-    return session.run(None, {session.get_inputs()[0].name: images})[0].clip(0, 1)
+    return compute(folder / "qat.onnx", images).clip(0, 1)
 
 
 def test_the_figures_are_those_of_the_engines_images(photographs, enlarging):
@@ -298,7 +295,7 @@ def test_the_figures_are_those_of_the_engines_images(photographs, enlarging):
     luma = np.array([65.481, 128.553, 24.966]) / 255
     psnr = lambda a, b: np.mean([-10 * np.log10(np.square(x - y).mean()) for x, y in zip(a, b, strict=True)])  # noqa: E731
     rows = json.loads((enlarging / "metrics.json").read_text())
-    found = {m["name"]: m for m in rows if (m["variant"], m["engine"]) == ("qat", "onnxruntime")}
+    found = {name: value_of(rows, name, "qat") for name in ("psnr", "psnr_luminance", "ssim")}
     assert found["psnr"]["value"] == pytest.approx(psnr(seen, truth), abs=1e-3)
     assert found["psnr_luminance"]["value"] == pytest.approx(psnr(seen @ luma, truth @ luma), abs=1e-3)
     similar = np.mean([structural_similarity(a, b) for a, b in zip(seen, truth, strict=True)])
@@ -353,22 +350,10 @@ def detector(num_classes=2):
 
 def test_a_segmentation_is_drawn_and_its_shares_are_those_of_the_file(tmp_path):
     test_boxes.write_masks(tmp_path / "data")
-    data = {
-        "name": "masks",
-        "root": str(tmp_path / "data"),
-        "image_size": list(test_boxes.MASK_SIZE),
-        "workers": 0,
-        "classes": list(test_boxes.SIDES),
-        "ignore_index": 11,
-        "batch_size": 5,
-    }
-    model = {"name": "tests.pipeline.test_tasks:segmenter"}
-    run(
-        parse_recipe({**SMALL, "task": "segmentation", "model": model, "data": data}),
-        "ptq",
-        tmp_path / "run",
-        device="cpu",
-    )
+    data = {"name": "masks", "root": str(tmp_path / "data"), "image_size": list(test_boxes.MASK_SIZE), "workers": 0}
+    data |= {"classes": list(test_boxes.SIDES), "ignore_index": 11, "batch_size": 5}
+    tree = {**SMALL, "task": "segmentation", "model": {"name": f"{__name__}:segmenter"}, "data": data}
+    run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
     picture = tmp_path / "data" / "val" / "2.png"
     (found,) = predict(tmp_path / "run", [picture], engine="onnxruntime")
     image = np.asarray(Image.open(picture), np.float32).transpose(2, 0, 1)[None] / 255

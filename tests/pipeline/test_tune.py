@@ -15,6 +15,8 @@ from compress.errors import CompressError
 from compress.measure.latency import Latency
 from compress.pipeline.studies import tune as tuning
 from compress.pipeline.studies.tune import Group, choices
+from tests.exact import on_engine
+from tests.onnx_ptq.files import sqnr
 
 NUMBERS = st.integers(-8, 8).map(float)
 
@@ -38,7 +40,6 @@ def test_no_other_choice_is_faster_with_as_little_noise(table):
 
 
 def _network():
-    torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(),
         nn.Linear(8 * 36, 4),
@@ -115,7 +116,6 @@ def test_float_is_recommended_where_the_floor_is_out_of_reach(given_times):
 
 
 def _depthwise_network():
-    torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU()]
     for kernel in (3, 1, 5):
         layers += [nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()]
@@ -135,11 +135,7 @@ def test_the_time_of_slow_files_is_measured_in_as_many_turns(given_times):
 
 
 def _decibels(before, after):
-    outputs = []
-    for path in (before, after):
-        with compress.build_engine(path, "onnxruntime") as engine:
-            outputs.append(next(iter(engine.run({engine.inputs[0].name: BATCHES[4].numpy()}).values())))
-    return 10 * np.log10(np.square(outputs[0]).sum() / np.square(outputs[0] - outputs[1]).sum())
+    return sqnr(*(on_engine(path, "onnxruntime", BATCHES[4]).numpy() for path in (before, after)))
 
 
 def test_a_floor_that_rules_miss_is_kept_by_layers_that_stay_float(given_times):

@@ -11,7 +11,8 @@ import compress
 from compress.errors import CalibrationError, QuantizationError
 from compress.quantization.quantizer import QuantConv2d, quantizers
 from compress.quantization.report import placement_of
-from tests.networks import with_statistics
+from tests.exact import on_engine
+from tests.networks import Net, unchanged, with_statistics
 
 theirs = pytest.importorskip("pytorch_quantization.nn", reason="install the extra pytorch-quantization")
 from pytorch_quantization import quant_modules  # noqa: E402
@@ -20,27 +21,29 @@ from pytorch_quantization.tensor_quant import QuantDescriptor  # noqa: E402
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 UNSIGNED = QuantDescriptor(num_bits=8, unsigned=True)
 PER_TENSOR = QuantDescriptor(num_bits=8)
+PER_CHANNEL = QuantDescriptor(num_bits=8, axis=(0,))
 
 
-class Net(nn.Module):
+def network(weight=PER_CHANNEL):
     # As their users build them: quantized layers, a quantizer on the identity branch, quantized pools.
-    def __init__(self, weight: QuantDescriptor = QuantDescriptor(num_bits=8, axis=(0,))) -> None:  # noqa: B008
-        super().__init__()
-        self.stem = theirs.QuantConv2d(3, 8, 3, padding=1, bias=False, quant_desc_weight=weight)
-        self.bn = nn.BatchNorm2d(8)
-        self.maxpool = theirs.QuantMaxPool2d(2)
-        self.conv1 = theirs.QuantConv2d(8, 8, 3, padding=1, quant_desc_input=UNSIGNED, quant_desc_weight=weight)
-        self.conv2 = theirs.QuantConv2d(8, 8, 3, padding=1, bias=False, groups=2, quant_desc_weight=weight)
-        self.bn2 = nn.BatchNorm2d(8)
-        self.residual = theirs.TensorQuantizer(QuantDescriptor(num_bits=8, narrow_range=True))
-        self.up = theirs.QuantConvTranspose2d(8, 4, 2, stride=2)
-        self.pool = theirs.QuantAdaptiveAvgPool2d(1)
-        self.fc = theirs.QuantLinear(4, 10)
+    def run(net, x):
+        x = net.maxpool(torch.relu(net.bn(net.stem(x))))
+        x = torch.relu(net.bn2(net.conv2(torch.relu(net.conv1(x)))) + net.residual(x))
+        return net.fc(torch.flatten(net.pool(net.up(x)), 1))
 
-    def forward(self, x):
-        x = self.maxpool(torch.relu(self.bn(self.stem(x))))
-        x = torch.relu(self.bn2(self.conv2(torch.relu(self.conv1(x)))) + self.residual(x))
-        return self.fc(torch.flatten(self.pool(self.up(x)), 1))
+    return Net(
+        run,
+        stem=theirs.QuantConv2d(3, 8, 3, padding=1, bias=False, quant_desc_weight=weight),
+        bn=nn.BatchNorm2d(8),
+        maxpool=theirs.QuantMaxPool2d(2),
+        conv1=theirs.QuantConv2d(8, 8, 3, padding=1, quant_desc_input=UNSIGNED, quant_desc_weight=weight),
+        conv2=theirs.QuantConv2d(8, 8, 3, padding=1, bias=False, groups=2, quant_desc_weight=weight),
+        bn2=nn.BatchNorm2d(8),
+        residual=theirs.TensorQuantizer(QuantDescriptor(num_bits=8, narrow_range=True)),
+        up=theirs.QuantConvTranspose2d(8, 4, 2, stride=2),
+        pool=theirs.QuantAdaptiveAvgPool2d(1),
+        fc=theirs.QuantLinear(4, 10),
+    )
 
 
 def calibrated(model, x=X):
@@ -49,8 +52,7 @@ def calibrated(model, x=X):
     for quantizer in found:
         quantizer.disable_quant()
         quantizer.enable_calib()
-    with torch.no_grad():
-        model(x)
+    model(x)
     for quantizer in found:
         quantizer.load_calib_amax()
         quantizer.disable_calib()
@@ -60,22 +62,20 @@ def calibrated(model, x=X):
 
 def same(model, x=X):
     ours = compress.from_pytorch_quantization(model, x[:2])
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-5)
     return ours
 
 
-@pytest.mark.parametrize("weight", [QuantDescriptor(axis=(0,)), PER_TENSOR, QuantDescriptor(num_bits=4, axis=(0,))])
+@pytest.mark.parametrize("weight", [PER_CHANNEL, PER_TENSOR, QuantDescriptor(num_bits=4, axis=(0,))])
 def test_same_outputs_and_they_are_quantized(weight):
-    model = calibrated(Net(weight))
-    before = copy.deepcopy(model.state_dict())
-    ours = same(model)
+    model = calibrated(network(weight))
+    with unchanged(model):
+        ours = same(model)
     off = copy.deepcopy(model)
     for module in off.modules():
         if isinstance(module, theirs.TensorQuantizer):
             module.disable()
     assert (off(X) - model(X)).abs().max() > 1e-3  # quantization shows, so equality says something
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     found = dict(quantizers(ours))
     assert len([name for name in found if name.endswith("weight_quantizer")]) == 5
     assert {n for n in found if n.startswith("quantizers.")} >= {"quantizers.stem", "quantizers.conv1", "quantizers.fc"}
@@ -83,31 +83,20 @@ def test_same_outputs_and_they_are_quantized(weight):
     assert {name for name, _ in ours.named_parameters()} == {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("weight", [QuantDescriptor(axis=(0,)), PER_TENSOR])
+@pytest.mark.parametrize("weight", [PER_CHANNEL, PER_TENSOR])
 def test_on_to_onnx(weight, tmp_path):
-    model = calibrated(Net(weight))
+    model = calibrated(network(weight))
     path = compress.export_onnx(compress.from_pytorch_quantization(model, X[:2]), X[:2], tmp_path / "model.onnx")
     audit = compress.audit_onnx(path)
     assert audit.int8_share == 1 and len(audit.rows) == 5
-    with compress.build_engine(path, "onnxruntime") as engine, torch.no_grad():
-        logits = torch.from_numpy(engine.run({"input": X.numpy()})["logits"])
-        expected = model(X)
-    step = expected.abs().max() / 127
-    assert (logits - expected).abs().max() < step
+    logits, expected = on_engine(path, "onnxruntime", X), model(X)
+    assert (logits - expected).abs().max() < expected.abs().max() / 127  # a step
 
 
 def test_a_shared_tensor_gets_one_quantizer_and_what_is_off_stays_off():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = theirs.QuantLinear(6, 4), theirs.QuantLinear(6, 4)
-            self.c = theirs.QuantLinear(4, 3)
-
-        def forward(self, x):
-            return self.c(self.a(x) + self.b(x))
-
+    layers = {name: theirs.QuantLinear(n, m) for name, n, m in (("a", 6, 4), ("b", 6, 4), ("c", 4, 3))}
     x = torch.randn(16, 6)
-    model = calibrated(Two(), x)
+    model = calibrated(Net(lambda net, x: net.c(net.a(x) + net.b(x)), **layers), x)
     model.c._input_quantizer.disable()
     model.c._weight_quantizer.disable()
     ours = same(model, x)
@@ -124,14 +113,11 @@ def test_ranges_measured_at_each_call_learned_ones_and_dead_channels():
     del model[0]._weight_quantizer._amax  # dynamic: for a weight that is still known
     same(model, x)
     model = nn.Sequential(theirs.QuantLinear(6, 4))
-    with torch.no_grad():
-        model[0].weight[1] = 0
+    model[0].weight.data[1] = 0
     same(calibrated(model, x), x)
-    learning = QuantDescriptor(learn_amax=True, amax=1.5)
-    model = nn.Sequential(theirs.TensorQuantizer(learning), nn.ReLU())
+    model = nn.Sequential(theirs.TensorQuantizer(QuantDescriptor(learn_amax=True, amax=1.5)), nn.ReLU())
     same(model, x)
-    with torch.no_grad():
-        model[0].clip.clip_value_max.fill_(1.0)
+    model[0].clip.clip_value_max.data.fill_(1.0)
     with pytest.raises(QuantizationError, match="from -1.5 to 1"):
         compress.from_pytorch_quantization(model, x)
 
@@ -149,8 +135,7 @@ def test_a_torchvision_model_made_under_their_patch_of_torch():
     names = [name for name, _ in quantizers(ours)]
     assert len([name for name in names if name.endswith("weight_quantizer")]) == 21
     assert type(ours.get_submodule("layer1.0.conv1")) is QuantConv2d
-    with torch.no_grad():
-        torch.testing.assert_close(ours(X), model(X), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(X), model(X), rtol=1e-5, atol=1e-5)
 
 
 def test_importing_compress_under_their_patch_is_refused():
@@ -164,7 +149,7 @@ def test_importing_compress_under_their_patch_is_refused():
 
 
 def test_it_trains_on():
-    ours = compress.from_pytorch_quantization(calibrated(Net()), X[:2]).train()
+    ours = compress.from_pytorch_quantization(calibrated(network()), X[:2]).train()
     ours(X).square().mean().backward()
     assert ours.stem.weight.grad.abs().max() > 0
 

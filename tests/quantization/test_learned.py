@@ -29,7 +29,7 @@ from compress.quantization.numerics import QuantFormat, fake_quantize, scale_fro
 from compress.quantization.quantizer import quantizers
 from compress.training.passes import damping_loss
 from tests.exact import compute
-from tests.networks import network, tiny
+from tests.networks import minimized, network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SPEC = compress.QuantSpec(
@@ -75,17 +75,6 @@ def test_gradients_are_those_of_the_definition(bits, signed, narrow, axis, seed)
     torch.testing.assert_close(got_amax, want_s * g * f.high)
 
 
-def minimized(optimizer, loss_of, steps):
-    losses = []
-    for _ in range(steps):
-        loss = loss_of()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.fixture(scope="module")
 def fixed():
     return compress.quantize(network(), X[:2], [X], spec=SPEC)
@@ -115,9 +104,8 @@ def test_every_range_is_trained_and_the_loss_falls(learned):
 
 
 def test_the_trained_state_is_that_of_a_fixed_network(fixed, learned):
-    with torch.no_grad():
-        for _, quantizer in quantizers(learned):
-            quantizer.amax.mul_(0.9)
+    for _, quantizer in quantizers(learned):
+        quantizer.amax.data.mul_(0.9)
     expected = learned(X).detach()
     other = copy.deepcopy(fixed)
     other.load_state_dict(learned.state_dict())
@@ -160,17 +148,12 @@ def test_a_range_that_was_driven_below_zero_comes_back():
     quantizer = compress.Quantizer(QuantFormat(num_bits=4))
     quantizer.set_amax(torch.tensor(1.0))
     learned = LearnedQuantizer(quantizer, of_weight=True)
-    with torch.no_grad():
-        learned.amax.fill_(-0.1)
+    learned.amax.data.fill_(-0.1)
     x = torch.randn(100)
     x[::4] = 0  # as masks leave them: nothing divided by nothing
     optimizer = torch.optim.SGD(learned.parameters(), lr=0.05)
-    for _ in range(50):
-        y = learned(x)
-        assert y.isfinite().all()
-        optimizer.zero_grad()
-        (y - x).square().mean().backward()
-        optimizer.step()
+    losses = minimized(optimizer, lambda: (learned(x) - x).square().mean(), 50)
+    assert all(map(math.isfinite, losses))
     assert learned.amax > 0.3
     assert torch.equal(learned(x), fake_quantize(x, learned.scale, learned.format))
 
@@ -338,8 +321,7 @@ def test_normalized_weights_keep_mean_and_width_and_are_baked():
     before = qmodel.block1.conv1.weight.detach().clone()
     names = normalize_weights(qmodel)
     assert "conv1" not in names and "fc" not in names and "block1.conv1" in names
-    with torch.no_grad():
-        qmodel.block1.conv1.parametrizations.weight.original.mul_(3).add_(0.7)
+    qmodel.block1.conv1.parametrizations.weight.original.data.mul_(3).add_(0.7)
     torch.testing.assert_close(qmodel.block1.conv1.weight, before - before.mean(), rtol=1e-4, atol=1e-6)
     expected = qmodel(X)
     qmodel.block1.conv1.parametrizations.weight.original.grad = None
@@ -364,10 +346,9 @@ def test_damping_pulls_weights_to_their_integer():
     loss.backward()
     assert all(q.amax.grad is None for _, q in quantizers(qmodel))
     assert bool((qmodel.block1.conv1.weight.grad != 0).any())
-    with torch.no_grad():
-        for layer in qmodel.modules():
-            if hasattr(layer, "weight_quantizer"):
-                layer.weight.sub_(0.25 * layer.weight.grad)
+    for layer in qmodel.modules():
+        if hasattr(layer, "weight_quantizer"):
+            layer.weight.data.sub_(0.25 * layer.weight.grad)
     assert damping_loss(qmodel).item() < 0.5 * loss.item()
 
 

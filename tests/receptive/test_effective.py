@@ -25,17 +25,15 @@ from compress.receptive.effective import (
     radial_profile,
     second_moment,
 )
-from tests.networks import Net
+from tests.networks import Net, unchanged
 
 ONES = ErfOptions(upstream="ones")
 
 
 def uniform_network(layers, kernel):
-    parts = []
-    for _ in range(layers):
-        conv = nn.Conv2d(1, 1, kernel, padding=kernel // 2, bias=False)
-        conv.weight.data.fill_(1 / kernel**2)
-        parts.append(conv)
+    parts = [nn.Conv2d(1, 1, kernel, padding=kernel // 2, bias=False) for _ in range(layers)]
+    for conv in parts:
+        nn.init.constant_(conv.weight, 1 / kernel**2)
     return nn.Sequential(*parts)
 
 
@@ -77,7 +75,6 @@ def small_net():
 
 @pytest.fixture
 def small():
-    torch.manual_seed(0)
     return small_net().double().eval()
 
 
@@ -101,8 +98,7 @@ def test_graph_and_batches_equal_plain_autograd(small, path, batch_size):
     options = ErfOptions(upstream="ones", batch_size=batch_size)
     field = effective_receptive_field(small, images, layer=path, options=options)
     torch.testing.assert_close(field.heat, plain_autograd(small, images, path, field.unit))
-    assert field.method == "graph"
-    assert field.images == 5
+    assert (field.method, field.images) == ("graph", 5)
 
 
 def test_several_layers_at_once_equal_one_at_a_time(small):
@@ -129,8 +125,7 @@ def test_averages(small, average):
         small, images, layer="b", options=ErfOptions(upstream="ones", average=average, batch_size=2)
     )
     x = images.clone().requires_grad_()
-    value = small.b(small.a(x))[:, :, 4, 4].sum()
-    (gradient,) = torch.autograd.grad(value, x)
+    (gradient,) = torch.autograd.grad(small.b(small.a(x))[:, :, 4, 4].sum(), x)
     expected = {
         "absolute": gradient.abs().mean(0).sum(0),
         "positive": gradient.relu().mean(0).sum(0),
@@ -144,8 +139,9 @@ def test_random_upstream_is_repeatable_and_measures_the_norm(small):
     # With many draws the mean magnitude tends to sqrt(2 / pi) of the root of the summed squares over channels.
     image = torch.rand(1, 3, 8, 8, dtype=torch.float64)
     options = ErfOptions(batch_size=50)
-    field = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
-    second = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
+    field, second = (
+        effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options) for _ in range(2)
+    )
     assert torch.equal(field.heat, second.heat)
     jacobian = small.a.weight.detach()  # a convolution's gradient is its kernel
     expected = jacobian.square().sum(0).sqrt().sum(0) * math.sqrt(2 / math.pi)
@@ -176,19 +172,16 @@ def test_transformers_and_convnext_without_editing(model, layer, grid):
     assert layer is None or field.layer == layer
     assert field.grid == grid
     assert field.centre == pytest.approx((19.5, 19.5) if grid == (4, 4) else (17.5, 17.5))
-    row, column = divmod(int(field.heat.argmax()), 32)
-    assert math.dist((row, column), field.centre) < 12
+    assert math.dist(divmod(int(field.heat.argmax()), 32), field.centre) < 12
 
 
 def test_tokens_are_found_behind_the_class_token():
     # The gradient of a token of a patch embedding covers its own patch.
-    model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3).eval()
     field = effective_receptive_field(
-        model, torch.rand(1, 3, 32, 32), layer="encoder.dropout", options=ErfOptions(unit=(1, 3))
+        VIT.eval(), torch.rand(1, 3, 32, 32), layer="encoder.dropout", options=ErfOptions(unit=(1, 3))
     )
     places = field.heat.nonzero()
-    assert places.amin(0).tolist() == [8, 24]
-    assert places.amax(0).tolist() == [15, 31]
+    assert [*places.amin(0), *places.amax(0)] == [8, 24, 15, 31]
 
 
 def loops():
@@ -211,8 +204,7 @@ def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
     model = loops().double()
     images = torch.rand(2, 3, 9, 9, dtype=torch.float64)
     field = effective_receptive_field(model, images, layer="steps.1", options=ONES)
-    assert field.method.startswith("hooks (")
-    assert field.theoretical is None
+    assert field.method.startswith("hooks (") and field.theoretical is None
     torch.testing.assert_close(field.heat, plain_autograd(model, images, "steps.1", (4, 4)))
     assert effective_receptive_field(model, images).layer == "act"
     assert all(not module._forward_hooks for module in model.modules())
@@ -222,29 +214,24 @@ def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
 
 def test_a_layer_inside_a_part_that_was_kept_whole():
     model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), loops())
-    images = torch.rand(1, 3, 9, 9)
-    field = effective_receptive_field(model, images, layer="1.steps.0")
+    field = effective_receptive_field(model, torch.rand(1, 3, 9, 9), layer="1.steps.0")
     assert field.method.startswith("hooks (")
     assert field.heat.ne(0).sum() == 25
 
 
 def test_the_model_is_left_as_it_was(small):
-    before = copy.deepcopy(small.state_dict())
-    small.train()
-    effective_receptive_field(small, torch.rand(1, 3, 8, 8, dtype=torch.float64))
-    assert small.training
-    assert small.act.inplace
+    with unchanged(small.train()):
+        effective_receptive_field(small, torch.rand(1, 3, 8, 8, dtype=torch.float64))
+    assert small.training and small.act.inplace
     assert all(p.requires_grad and p.grad is None for p in small.parameters())
-    assert all(torch.equal(before[name], value) for name, value in small.state_dict().items())
 
 
 def test_float64_of_a_float32_model_is_more_exact():
     network = uniform_network(12, 3)
     field = effective_receptive_field(network, torch.rand(1, 1, 25, 25), options=ErfOptions(double=True))
-    profile = uniform_profile(12, 3)
-    expected = profile[:, None] * profile[None]
     assert next(network.parameters()).dtype == torch.float32
-    torch.testing.assert_close(field.heat / field.heat.sum(), expected, rtol=1e-6, atol=1e-12)
+    profile = uniform_profile(12, 3)
+    torch.testing.assert_close(field.heat / field.heat.sum(), torch.outer(profile, profile), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (33, 32)])
@@ -255,11 +242,32 @@ def test_odd_and_tiny_images(size):
     assert 0 < field.metrics.count <= size[0] * size[1]
 
 
-def test_a_dead_unit_is_said():
+def dead():
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU())
     nn.init.constant_(model[0].bias, -100.0)
-    with pytest.raises(ReceptiveFieldError, match=r"zero for all 3 images.*dead"):
-        effective_receptive_field(model, torch.rand(3, 3, 8, 8), layer="1")
+    return model
+
+
+def overwrites(net, x):
+    y = net.a(x).exp()
+    y.mul_(2.0)  # the gradient of exp needs its result
+    return y * 1.0
+
+
+VIT = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "options", "words"),
+    [
+        (dead(), 8, {"layer": "1"}, "zero for all 3 images.*dead"),
+        (VIT, 32, {"layer": "encoder.ln", "options": ONES}, "sum to zero"),  # not measured as noise
+        (Net(overwrites, a=nn.Conv2d(3, 3, 3)), 8, {}, "inplace operation"),  # breaks its own gradient
+    ],
+)
+def test_fields_that_mean_nothing_are_said(model, size, options, words):
+    with pytest.raises(ReceptiveFieldError, match=words):
+        effective_receptive_field(model, torch.rand(3, 3, size, size), **options)
 
 
 def test_images_in_which_a_unit_is_dead_are_counted():
@@ -269,25 +277,6 @@ def test_images_in_which_a_unit_is_dead_are_counted():
     images = torch.tensor([1.0, -1.0, -2.0]).view(3, 1, 1, 1).expand(3, 1, 4, 4)
     field = effective_receptive_field(model, images, layer="1")
     assert (field.images, field.dead_images) == (3, 2)
-
-
-def test_channels_that_sum_to_zero_are_said_not_measured_as_noise():
-    model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3)
-    with pytest.raises(ReceptiveFieldError, match="sum to zero"):
-        effective_receptive_field(model, torch.rand(2, 3, 32, 32), layer="encoder.ln", options=ONES)
-
-
-def test_a_model_that_breaks_its_own_gradient_is_said():
-    def overwrites():
-        def run(net, x):
-            y = net.a(x).exp()
-            y.mul_(2.0)  # the gradient of exp needs its result
-            return y * 1.0
-
-        return Net(run, a=nn.Conv2d(3, 3, 3))
-
-    with pytest.raises(ReceptiveFieldError, match="inplace operation"):
-        effective_receptive_field(overwrites(), torch.rand(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -346,30 +335,23 @@ def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
     assert (same.total_variation, same.moved_px, same.radius_change_px, same.size_ratio) == (0, 0, 0, 1)
     drifts = []
     for scale in (0.5, 0.1):
-        narrow = copy.deepcopy(model)
+        narrow, around = copy.deepcopy(model), torch.full((3, 3), scale)
+        around[1, 1] = 1
         for conv in narrow:
-            centre = conv.weight.data[..., 1, 1].clone()
-            conv.weight.data *= scale
-            conv.weight.data[..., 1, 1] = centre
+            conv.weight.data *= around
         drifts.append(erf_drift(first, effective_receptive_field(narrow, images)))
     assert 0 < drifts[0].total_variation < drifts[1].total_variation <= 1
     assert drifts[1].radius_change_px < drifts[0].radius_change_px < 0
     assert drifts[1].moved_px == pytest.approx(-drifts[1].radius_change_px)  # all influence moved inwards
     assert drifts[1].size_ratio < drifts[0].size_ratio < 1
-
-
-def test_fields_of_two_sizes_have_no_drift():
-    first = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 9, 9))
-    other = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 11, 11))
     with pytest.raises(ReceptiveFieldError, match="differ in size"):
-        erf_drift(first, other)
+        erf_drift(first, effective_receptive_field(model, torch.rand(1, 1, 23, 23)))
 
 
 def test_probe_images():
     crops = probe_images("photographs", 3, (20, 30))
-    assert crops.shape == (3, 3, 20, 30)
+    assert crops.shape == (3, 3, 20, 30) and 0.3 < float(crops.std()) < 3
     assert torch.equal(crops, probe_images("photographs", 3, (20, 30)))
-    assert 0.3 < float(crops.std()) < 3
     assert probe_images("noise", 2, (5, 5), seed=1).shape == (2, 3, 5, 5)
     with pytest.raises(ReceptiveFieldError, match="did you mean 'noise'"):
         probe_images("noize", 1, (5, 5))
@@ -410,8 +392,7 @@ def test_fit_recovers_a_gaussian_wider_than_the_image():
 
 
 def test_fit_says_that_noise_is_no_gaussian():
-    noise = torch.rand(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert gaussian_fit(noise).r_squared < 0.2
+    assert gaussian_fit(torch.rand(64, 64, dtype=torch.float64)).r_squared < 0.2
 
 
 @given(maps, st.floats(0.05, 0.99))
@@ -448,8 +429,7 @@ def test_radial_distance_against_scipy(left, right):
 @pytest.mark.parametrize("kernel", [3, 5, 7])
 @pytest.mark.parametrize("layers", [5, 10, 20, 40])
 def test_uniform_networks_tend_to_the_gaussian(kernel, layers):
-    profile = uniform_profile(layers, kernel)
-    heat = profile[:, None] * profile[None]
+    heat = torch.outer(*[uniform_profile(layers, kernel)] * 2)
     assert second_moment(heat) == pytest.approx((uniform_sigma(layers, kernel),) * 2, rel=1e-9)
     limit = gaussian_size(uniform_sigma(layers, kernel))
     assert math.sqrt(above_threshold(heat)) == pytest.approx(limit, rel=0.04 if layers == 5 else 0.03)
@@ -458,5 +438,4 @@ def test_uniform_networks_tend_to_the_gaussian(kernel, layers):
 @given(maps)
 def test_radial_profile_holds_all_influence(heat):
     radius, mass = radial_profile(heat, (1.0, 2.0))
-    assert len(radius) == len(mass)
-    assert float(mass.sum()) == pytest.approx(1)
+    assert len(radius) == len(mass) and float(mass.sum()) == pytest.approx(1)

@@ -2,7 +2,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -48,21 +47,17 @@ SAMPLE = metrics_of(*sample_metrics())
 
 def test_values_are_those_of_the_metrics():
     truth = {(m.name, m.variant, m.engine, m.batch_size): m.value for m in SAMPLE}
-    rows = summary_table(SAMPLE)
-    timed = [row for row in rows if row.batch_size is not None]
+    timed = [row for row in summary_table(SAMPLE) if row.batch_size is not None]
     assert len(timed) == 3 * 3 * 2  # variants x engines x batch sizes
     for row in timed:
         for name in ("p50_ms", "p99_ms", "images_per_s"):
             assert getattr(row, name) == truth[name, row.variant, row.engine, row.batch_size]
         assert row.score == truth["top1", row.variant, row.engine, None]
         assert row.file_bytes == truth["file_bytes", row.variant, "", None]
-    by_hand = {("openvino (f32)", 1, "qat"): 11.52 / 3.19, ("onnxruntime", 32, "ptq"): 502.3 / 233.1}
-    for row in timed:
-        key = (row.engine, row.batch_size, row.variant)
-        if key in by_hand:
-            assert row.speedup == pytest.approx(by_hand[key])
-        if row.variant == "float":
-            assert (row.speedup, row.size_ratio) == (1.0, 1.0)
+    speedups = {(row.engine, row.batch_size, row.variant): row.speedup for row in timed}
+    assert speedups["openvino (f32)", 1, "qat"] == pytest.approx(11.52 / 3.19)
+    assert speedups["onnxruntime", 32, "ptq"] == pytest.approx(502.3 / 233.1)
+    assert {(row.speedup, row.size_ratio) for row in timed if row.variant == "float"} == {(1.0, 1.0)}
 
 
 def test_rows_of_a_group_stand_together_float_first_and_untimed_engines_last():
@@ -184,8 +179,9 @@ def test_headline_names_both_precisions_where_they_differ():
             metric("p50_ms", "qat", "openvino (f32)", 3.0, "ms", batch_size=1),
         )
     )
-    assert "2× faster" in said.sentence
-    assert "at batch 1 on OpenVINO, which runs float fastest as bf16" in said.sentence
+    assert "2× faster at batch 1 on OpenVINO, which runs float fastest as bf16" in said.sentence.replace(
+        " than float", ""
+    )
 
 
 def test_headline_without_a_quantized_variant_or_without_anything():
@@ -332,8 +328,7 @@ def test_the_sentence_names_the_costliest_layers():
 
 def test_the_rules_are_lines_of_a_recipe():
     rows = [row(), row(variant="qat", layers=row().layers[:1]), row(target="", layers=row().layers[1:2])]
-    tree = yaml.safe_load(rules_text(rows))
-    spec = parse_recipe(tree, source="the advice").quantization
+    spec = parse_recipe(yaml.safe_load(rules_text(rows)), source="the advice").quantization
     wanted = [("features.3.0", "onnxruntime"), ("features.0.0", "onnxruntime"), ("features.0.0", None)]
     assert spec.rules == tuple(Rule(match=name, enable=False, target=target) for name, target in wanted)
     assert rules_text([row(layers=())]) == ""
@@ -405,6 +400,7 @@ def block(edges, kind="int8"):
     ("name", "text", "message"),
     [
         ("metrics.json", "[{", "not JSON"),
+        ("train.csv", b"\xff\xfe\x00", "cannot be read"),
         ("metrics.json", "{}", "list of objects"),
         ("metrics.json", '[{"name": "top1"}]', "missing variant"),
         ("layers.json", '[{"kind": "conv"}]', "row 1: name"),
@@ -429,16 +425,10 @@ def block(edges, kind="int8"):
     ],
 )
 def test_refuses_a_file_that_is_something_else_with_its_path(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RunError, match=message) as caught:
         read_run(tmp_path)
     assert name in str(caught.value)
-
-
-def test_refuses_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "train.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunError, match=r"train.csv cannot be read"):
-        read_run(tmp_path)
 
 
 def test_columns_and_keys_of_later_versions_do_no_harm(tmp_path):
@@ -447,16 +437,18 @@ def test_columns_and_keys_of_later_versions_do_no_harm(tmp_path):
         "epoch,step,lr,train_loss,train_top1,images_per_s,seconds,mood\n1,2,0.1,0.5,0.9,80,9,good\n"
     )
     run = read_run(tmp_path)
-    assert run.layers[0].name == "a"
-    assert run.qat[0].train_top1 == 0.9
+    assert (run.layers[0].name, run.qat[0].train_top1) == ("a", 0.9)
 
 
 def test_infinite_sqnr_is_a_number(tmp_path):
     row = {"name": "a", "kind": "conv", "weight_sqnr_db": "inf", "activation_sqnr_db": None}
     (tmp_path / "layers.json").write_text(json.dumps([row]))
     layer = read_run(tmp_path).layers[0]
-    assert layer.weight_sqnr_db is not None and np.isinf(layer.weight_sqnr_db)
-    assert layer.activation_sqnr_db is None
+    assert (layer.weight_sqnr_db, layer.activation_sqnr_db) == (math.inf, None)
+
+
+def timed(variant, engine, score, time):
+    return metric("top1", variant, engine, score, "%"), metric("p50_ms", variant, engine, time, "ms", batch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -464,15 +456,12 @@ def test_infinite_sqnr_is_a_number(tmp_path):
     [((91.0, 2.0), (91.4, 2.1), "qat"), ((91.4, 2.0), (91.4, 1.8), "qat"), ((91.4, 2.0), (91.0, 1.8), "ptq")],
 )
 def test_the_network_to_ship_has_the_best_metric_then_the_best_time(ptq, qat, best):
-    rows = []
-    for variant, (score, time) in (("float", (91.5, 4.0)), ("ptq", ptq), ("qat", qat)):
-        rows.append(metric("top1", variant, "openvino (f32)", score, "%"))
-        rows.append(metric("p50_ms", variant, "openvino (f32)", time, "ms", batch_size=1))
+    rows = [*timed("float", "openvino (f32)", 91.5, 4.0), *timed("ptq", "openvino (f32)", *ptq)]
+    rows += timed("qat", "openvino (f32)", *qat)
     chosen, reason = best_variant(metrics_of(*rows))
     assert chosen == best and "x faster than float on OpenVINO (f32), batch 1" in reason
     for variant, time in (("float", 2.4), ("ptq", 2.0), ("qat", 2.0)):  # float is not run in f32 where bf16 is faster
-        rows.append(metric("top1", variant, "openvino (bf16)", 91.0, "%"))
-        rows.append(metric("p50_ms", variant, "openvino (bf16)", time, "ms", batch_size=1))
+        rows += timed(variant, "openvino (bf16)", 91.0, time)
     assert "1.20x faster than float on OpenVINO (bf16), batch 1" in best_variant(metrics_of(*rows))[1]
     busy = [m | {"status": "partial", "reason": "busy"} if m["value"] == 2.4 else m for m in rows]
     assert "faster" not in best_variant(metrics_of(*busy))[1]  # nor is float in f32 what it is compared with then
@@ -486,19 +475,15 @@ def test_a_network_that_is_neither_smaller_nor_faster_is_not_shipped_for_its_met
         ("sparse", 91.4, 4.0, 40),
         ("sparse_ptq", 91.3, 2.0, 10),
     ):
-        rows.append(metric("top1", variant, "openvino (f32)", score, "%"))
-        rows.append(metric("file_bytes", variant, "", size, "bytes"))
-        timed = metric("p50_ms", variant, "openvino (f32)", time, "ms", batch_size=1)
-        rows.append(timed | {"status": status, "reason": "" if status == "complete" else "busy"})
+        quality, latency = timed(variant, "openvino (f32)", score, time)
+        latency |= {"status": status, "reason": "" if status == "complete" else "busy"}
+        rows += [quality, metric("file_bytes", variant, "", size, "bytes"), latency]
     chosen, reason = best_variant(metrics_of(*rows))
     assert chosen == "sparse_ptq" and reason.endswith("top-1 91.30 % (float 91.00 %), 0.25 of the file")
 
 
 def test_float_is_shipped_where_nothing_is_faster():
-    rows = [metric("top1", v, "openvino (f32)", 90.0, "%") for v in ("float", "ptq")]
-    rows += [metric("p50_ms", v, "openvino (f32)", t, "ms", batch_size=1) for v, t in (("float", 2.0), ("ptq", 3.0))]
-    assert best_variant(metrics_of(*rows)) == (
-        "float",
-        "PTQ is 1.50x slower than float on OpenVINO (f32), batch 1",
-    )
-    assert best_variant(metrics_of(rows[0], rows[2])) is None
+    alone = timed("float", "openvino (f32)", 90.0, 2.0)
+    found = best_variant(metrics_of(*alone, *timed("ptq", "openvino (f32)", 90.0, 3.0)))
+    assert found == ("float", "PTQ is 1.50x slower than float on OpenVINO (f32), batch 1")
+    assert best_variant(metrics_of(*alone)) is None

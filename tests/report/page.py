@@ -49,3 +49,7 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {tag for tag, _ in self.elements}

@@ -310,14 +310,8 @@ def test_matrices_that_do_not_fit_are_refused(matrix, n, m, match):
 # Permuted networks compute the same as before: every family of torchvision's CNNs, and a transformer.
 
 
-def vision(name, **kwargs):
-    torch.manual_seed(0)
-    return models.get_model(name, weights=None, **kwargs)
-
-
 def with_small_classifier(make, features):
     # The network with a classifier of 64 instead of 4,096 channels, which is most of its time.
-    torch.manual_seed(0)
     with torch.device("meta"):
         model = make()
         model.classifier = nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
@@ -376,8 +370,7 @@ def test_transformer_blocks_are_permuted_inside_and_say_why_not_between():
     model = models.VisionTransformer(16, 8, 1, 2, 32, 64, num_classes=8)
     nn.init.normal_(model.heads.head.weight)
     x = torch.randn(1, 3, 16, 16)
-    report = permuted(model, x)
-    rows = {row.layer: row for row in report.rows}
+    rows = {row.layer: row for row in permuted(model, x).rows}
     mlp = "encoder.layers.encoder_layer_0.mlp"
     assert rows[f"{mlp}.3"].reason == "" and rows[f"{mlp}.3"].searched == 64
     assert "encoder.pos_embedding of (1, 5, 32), which cannot be followed" in rows[f"{mlp}.0"].reason

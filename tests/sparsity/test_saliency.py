@@ -147,9 +147,8 @@ def test_pruned_network_stays_closer_than_by_magnitude(pattern, share):
         {path: layer.weight * pattern_mask(layer.weight, parsed) for path, layer in layers.items()},
     ):
         pruned = small()
-        with torch.no_grad():
-            for path, weight in weights.items():
-                pruned.get_submodule(path).weight.copy_(weight)
+        for path, weight in weights.items():
+            pruned.get_submodule(path).weight.data.copy_(weight)
         outputs.append((pruned(images) - expected).square().mean().item())
     assert outputs[0] < share * outputs[1]
 
@@ -200,9 +199,8 @@ def test_macs_go_down_to_the_share_asked_for(make, share):
 
 def test_weakest_channels_go_and_counts_fit_tensor_cores():
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 5))
-    with torch.no_grad():
-        model[0].weight[::2] *= 1e-3
-        model[2].weight[:, ::2] *= 1e-3
+    model[0].weight.data[::2] *= 1e-3
+    model[2].weight.data[:, ::2] *= 1e-3
     strong = model[0].weight[1::2].detach().clone()
     spec = compress.SparsitySpec(pattern="channel:0.5", rules=(SparsityRule(match="2", enable=False),))
     report = compress.prune_channels(model, spec, example_inputs=torch.randn(1, 3, 8, 8))
@@ -223,11 +221,10 @@ def branches():
 def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
     # Channels of zeros are the weakest, so the network before pruning is the oracle.
     model, x = branches().eval(), batch()
-    with torch.no_grad():
-        for layer in (model.a[0], model.b[0], model.dw, model.c, model.a[1], model.b[1]):
-            layer.weight[::2], layer.bias[::2] = 0, 0
-        for layer in (model.b[0], model.c, model.fc):
-            layer.weight[:, ::2] = 0
+    for layer in (model.a[0], model.b[0], model.dw, model.c, model.a[1], model.b[1]):
+        layer.weight.data[::2], layer.bias.data[::2] = 0, 0
+    for layer in (model.b[0], model.c, model.fc):
+        layer.weight.data[:, ::2] = 0
     expected = model(x)
     report = compress.prune_channels(
         model, compress.SparsitySpec(pattern="channel:0.5", kernels="any"), example_inputs=x
@@ -257,9 +254,8 @@ def test_channels_are_removed_where_a_shuffle_moved_them(module):
         pruned, compress.SparsitySpec(pattern="channel:0.2", kernels="any"), example_inputs=x
     )
     left = dict(pruned.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(torch.isin(parameter, left[name]))
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(torch.isin(parameter, left[name]))
     assert 0.1 < report.removed < 0.3
     torch.testing.assert_close(pruned(x), model(x))
 

@@ -65,8 +65,7 @@ def leaky():
 
 
 def test_graph_that_cannot_be_traced_is_masked_without_permutation():
-    model = leaky()
-    report = sparsify(model, SparsitySpec(permute=True), example_inputs=batch())
+    report = sparsify(leaky(), SparsitySpec(permute=True), example_inputs=batch())
     assert "cannot trace Net.forward" in report.permutation.refused
     assert report.masked == ("net.3", "net.6")
 
@@ -81,9 +80,8 @@ def test_permutation_comes_before_the_masks():
         assert row.kept_magnitude is None or row.kept_magnitude > other.kept_magnitude
     moved = {row.layer: row.after for row in report.permutation.rows}
     assert moved == {row.layer: pytest.approx(row.kept_magnitude) for row in report.rows if row.eligible}
-    with torch.no_grad():
-        for layer in masked_layers(model).values():
-            layer.mask.fill_(True)
+    for layer in masked_layers(model).values():
+        layer.mask.fill_(True)
     torch.testing.assert_close(model(batch()), expected)
 
 
@@ -94,8 +92,7 @@ def test_misuse_is_refused():
     squash_masks(model)
     sparsify(model, SparsitySpec())  # and again after squashing
     broken = small()
-    with torch.no_grad():
-        broken[6].weight[0, 0] = float("nan")
+    broken[6].weight.data[0, 0] = float("nan")
     with pytest.raises(SparsityError, match="layer 6: .*NaN"):
         sparsify(broken, SparsitySpec())
     assert not masked_layers(broken)
@@ -108,6 +105,10 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (
+            lambda: sparsify(small(), SparsitySpec(saliency="hessian"), batches=[torch.ones(2, 1, 8, 8)]),
+            r"fails on a calibration batch of \(2, 1, 8, 8\) torch.float32",
+        ),
         (lambda: sparsify(leaky(), SPARE, batches=[batch()]), "never ran on the calibration images: spare; disable"),
         (lambda: sparsify(small(), SparsitySpec(saliency="hessian")), "needs calibration batches"),
         (lambda: sparsify(small(), SparsitySpec(pattern="channel:0.5")), "call compress.prune_channels"),
@@ -121,13 +122,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01)
     ],
 )
 def test_what_cannot_be_followed_is_refused(call, words):
-    with pytest.raises(SparsityError, match=words):
+    with pytest.raises((SparsityError, CalibrationError), match=words):
         call()
-
-
-def test_batches_that_do_not_fit_are_described():
-    with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(2, 1, 8, 8\) torch.float32"):
-        sparsify(small(), SparsitySpec(saliency="hessian"), batches=[torch.ones(2, 1, 8, 8)])
 
 
 def products(width):
@@ -193,6 +189,13 @@ def train(model, optimizer, *, steps=50, schedule=None, total=None, first=1):
             schedule.after_step(step, total or steps, optimizer)
         densities.append(densities_of(model)[0])
     return densities
+
+
+def scheduled(spec, steps):
+    # A sparse network, after that many steps of SGD with the spec's schedule of masks.
+    model = sparse(spec).train()
+    train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec), steps=steps)
+    return model
 
 
 def densities_of(model):
@@ -263,16 +266,13 @@ def test_gradual_masks_follow_the_cubic_schedule():
 @pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
 def test_masks_are_the_patterns_own_at_the_end(schedule, begin, end, update):
     spec = SparsitySpec(schedule=schedule, begin=begin, end=end, update_steps=update)
-    model = sparse(spec).train()
-    train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec), steps=30)
+    model = scheduled(spec, steps=30)
     assert violations(model) == 0
     assert set(densities_of(model)) == {0.5}
 
 
 def test_gradual_unstructured_ends_at_its_share():
-    spec = SparsitySpec(schedule="gradual", pattern="unstructured:0.8", end=1.0)
-    model = sparse(spec).train()
-    train(model, OPTIMIZERS["sgd"](model.parameters()), schedule=MaskSchedule(model, spec), steps=10)
+    model = scheduled(SparsitySpec(schedule="gradual", pattern="unstructured:0.8", end=1.0), steps=10)
     layer = masked_layers(model)["3"]
     assert torch.equal(layer.mask, unstructured_mask(layer.original, 0.8))
 
@@ -283,9 +283,8 @@ def test_sr_ste_step_is_the_papers():
     model, reference = small(), small()
     sparsify(model, spec)
     weight, mask = reference[3].weight.detach().clone(), masks_of(model)["3"]
-    with torch.no_grad():
-        for path, m in masks_of(model).items():
-            reference.get_submodule(path).weight.mul_(m)
+    for path, m in masks_of(model).items():
+        reference.get_submodule(path).weight.data.mul_(m)
     reference(batch()).square().mean().backward()
     expected = weight - 0.01 * (reference[3].weight.grad + 0.1 * ~mask * weight)
 
@@ -379,8 +378,7 @@ def test_the_update_is_adam_on_the_papers_loss(seed, kind, temperature, scale):
     for step in range(1, 4):
         shares = ((scale * logits).log_softmax(1) + noise).div(temperature).softmax(1)
         hard = masks[shares.argmax(1)]
-        soft = shares @ masks
-        soft = hard + soft - soft.detach()  # straight through
+        soft = hard + shares @ masks - (shares @ masks).detach()  # straight through
         loss = (direction * weight * soft).sum() - REGULARIZATION * (weight * soft).square().sum()
         adam.zero_grad()
         loss.backward()
@@ -402,8 +400,7 @@ def test_a_choice_that_magnitudes_cannot_see_is_learned():
     model = nn.Sequential(nn.Linear(16, 8, bias=False))
     planted = torch.zeros(8, 16, dtype=torch.bool)
     planted.view(8, 4, 4)[..., [1, 2]] = True
-    with torch.no_grad():
-        model[0].weight.copy_(torch.where(planted, 0.1, 1.0))
+    model[0].weight.data.copy_(torch.where(planted, 0.1, 1.0))
     dead = ~planted[0]
     spec = SparsitySpec(schedule="gumbel", kernels="any", rules=(SparsityRule(match="0"),), end=0.9)
     sparsify(model, spec)

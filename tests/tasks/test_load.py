@@ -13,22 +13,20 @@ from torchmetrics.regression import MeanSquaredError
 
 from compress import (
     DataSpec,
-    QuantSpec,
     TrainSpec,
     audit_onnx,
     build_model,
-    export_onnx,
     fit,
     load_data,
     load_recipe,
-    quantize,
 )
 from compress.errors import DataError, RecipeError
 from compress.support.meters import TaskMetric, task_metric
 from compress.support.progress import NoProgress
 from compress.tasks.load import make_task
 from examples import depth, points, pose, video
-from tests.exact import open_session
+from tests.exact import compute, exported
+from tests.onnx_ptq.files import sqnr
 
 LABELS = ("a", "b", "c")
 
@@ -137,13 +135,21 @@ def test_a_metric_that_returns_no_number_is_refused(value):
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def test_the_users_own_file_trains(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    recipe = load_recipe(EXAMPLES / "own_task.yaml")
-    data = load_data(recipe.data)
+def own_parts():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        recipe = load_recipe(EXAMPLES / "own_task.yaml")
+        data = load_data(recipe.data)
+        torch.manual_seed(0)
+        model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
+        return data, model, make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_the_users_own_file_trains():
+    data, model, task = own_parts()
     assert data.train.preprocessing.input_shape == (2, 32, 48)
-    task = make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
-    model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
     report = fit(model, data, TrainSpec(epochs=1, lr=0.05, warmup_epochs=0), batch_size=32, folder=None, task=task)
     assert list(report.final.values) == ["boundary_accuracy"]
     images, masks = data.val.load(list(range(len(data.val))), epoch=None, device=torch.device("cpu"))
@@ -183,39 +189,24 @@ def test_drawn_data_are_what_their_targets_say():
         assert (kind[known & (scan[:, 2] > 0.3)] > 0).mean() > 0.95  # what stands on the ground is an object
 
 
-def sqnr(found, expected):
-    return -10 * np.log10(np.square(found - expected).sum() / np.square(expected).sum())
-
-
-def quantized(network, images, target, folder):
-    qmodel = quantize(network, images[:2], [images], spec=QuantSpec(target=target))
-    with torch.no_grad():
-        return qmodel, export_onnx(qmodel, images[:2], folder / f"{target}.onnx"), qmodel(images).numpy()
-
-
 def test_the_scatter_of_points_stays_float_between_integers(tmp_path):
-    torch.manual_seed(0)
     scans, _ = points.scans(4, 0)
-    qmodel, file, expected = quantized(points.Pillars(width=4).eval(), scans, "onnxruntime", tmp_path)
+    qmodel, file = exported(points.Pillars(width=4), scans, tmp_path / "m.onnx", target="onnxruntime")
     (row,) = (row for row in qmodel.placement.decisions if "scatter" in row.layer)
     assert row.decision == "float" and "places, which 8 bits do not hold" in row.reason
     assert [node.op_type for node in onnx.load(file).graph.node].count("ScatterElements") == 1
     assert audit_onnx(file).int8_share > 0.9
-    session = open_session(file)
-    (found,) = session.run(None, {session.get_inputs()[0].name: scans.numpy()})
-    assert sqnr(found, expected) > 30
+    assert sqnr(qmodel(scans).detach().numpy(), compute(file, scans.numpy())) > 30
 
 
 def test_convolutions_over_time_train_and_are_integers(tmp_path):
-    torch.manual_seed(0)
     model, data = video.Video(width=2), video.data(DataSpec(train_images=16, val_images=8))
     spec = DataSpec(name="examples.video:data", num_classes=9, train_images=16, val_images=8)
     fit(model, load_data(spec), TrainSpec(epochs=1, warmup_epochs=0), batch_size=8, folder=None)
     clips = torch.stack([clip for clip, _ in data[1]]).float() / 255
-    _, file, expected = quantized(model.eval(), clips, "onnxruntime", tmp_path)
+    qmodel, file = exported(model, clips, tmp_path / "m.onnx", target="onnxruntime")
     assert audit_onnx(file).int8_share > 0.9
-    session = open_session(file)
-    assert sqnr(session.run(None, {session.get_inputs()[0].name: clips.numpy()})[0], expected) > 30
+    assert sqnr(qmodel(clips).detach().numpy(), compute(file, clips.numpy())) > 30
 
 
 class Killed(NoProgress):
@@ -230,15 +221,7 @@ class Killed(NoProgress):
 
 
 def train_own(folder, progress, *, resume):
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        recipe = load_recipe(EXAMPLES / "own_task.yaml")
-        data = load_data(recipe.data)
-        task = make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
-        torch.manual_seed(0)
-        model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    data, model, task = own_parts()
     spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0, checkpoint_steps=3)
     report = fit(model, data, spec, batch_size=64, folder=folder, task=task, resume=resume, progress=progress)
     return model.state_dict(), report

@@ -29,8 +29,7 @@ def network(outputs):
 
 def test_sensitivity_by_miou():
     model = network(3)
-    with torch.no_grad():
-        truth = model(X).argmax(1)  # so that float is right everywhere, and each quantizer costs something
+    truth = model(X).argmax(1)  # so that float is right everywhere, and each quantizer costs something
     metric = segmentation(("a", "b", "c")).metric
     found = compress.sensitivity(
         model, X[:2], [X], [(X[:4], truth[:4]), (X[4:], truth[4:])], spec=COARSE, metric=metric
@@ -151,5 +150,4 @@ def test_the_network_that_is_chosen_loses_no_more(keys, oracle, drop, tmp_path, 
         max_drop_network(keys["outputs"], keys["seed"]), IMAGES[:2], [IMAGES], spec=recipe.quantization
     )
     pairs = {"masks": masks, "boxes": boxes}[keys["data"]](None)[0]
-    with torch.no_grad():
-        assert chosen["score"] == pytest.approx(oracle(made(IMAGES), pairs), abs=0.02)  # in torch, by the recipe
+    assert chosen["score"] == pytest.approx(oracle(made(IMAGES), pairs), abs=0.02)  # in torch, by the recipe

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import compress
-from tests.training.test_loop import Explodes
+from tests.training.test_loop import explodes
 from tests.training.toy import convnet, linear, smooth, toy_data
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -66,7 +66,7 @@ def stop_after(calls):
 
 def test_divergence_names_its_step_though_it_is_read_later(tmp_path):
     with pytest.raises(compress.CompressError, match="loss is nan at epoch 1, step 9"):
-        train(Explodes(), tmp_path)
+        train(explodes(9), tmp_path)
 
 
 def test_compiled_is_the_same_function():

@@ -40,6 +40,10 @@ def train(model, folder=None, *, batch_size=8, data=None, **spec):
     return compress.fit(model, data or toy_data(), spec, batch_size=batch_size, folder=folder, **options)
 
 
+def table_of(folder):
+    return list(csv.DictReader((folder / "train.csv").read_text().splitlines()))
+
+
 def test_is_the_loop_that_one_would_write_by_hand():
     # SGD with Nesterov momentum on two accumulated batches, clipped, warmed up, cosine, smoothed, decayed weights.
     data, model = toy_data(train=45), smooth()
@@ -120,8 +124,7 @@ def test_learns_and_reports(tmp_path):
     assert figures[-1]["loss"] == pytest.approx(report.history[-1].train_loss)
     assert listener.finish.call_args.args == ("train",)
 
-    with (tmp_path / "train.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = table_of(tmp_path)
     assert list(table[0])[:6] == ["epoch", "step", "lr", "train_loss", "train_top1", "val_top1"]
     assert [row["val_top1"] == "" for row in table] == [True, True, True, False, True, False]
     assert [float(row["train_loss"]) for row in table] == pytest.approx(
@@ -216,27 +219,24 @@ def test_fewer_images_than_a_batch():
     assert train(linear(), data=toy_data(train=5), batch_size=64).steps == 2
 
 
-class Explodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.left = linear(), 9
+def explodes(left):
+    # Returns NaN after that many steps of training.
+    def run(net, images):
+        net.left -= net.training
+        return net.body(images) * (math.nan if net.left < 1 else 1)
 
-    def forward(self, images):
-        self.left -= self.training
-        return self.body(images) * (math.nan if self.left < 1 else 1)
+    return Net(run, body=linear(), left=left)
 
 
 def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
     with pytest.raises(compress.CompressError, match=r"loss is nan at epoch 2, step 9 \(lr 0.0\d+.*lower lr"):
-        train(Explodes(), tmp_path, checkpoint_steps=4)
+        train(explodes(9), tmp_path, checkpoint_steps=4)
     path = tmp_path / "train.checkpoint.safetensors"
     assert all(value.isfinite().all() for value in load_file(path).values())
     with safe_open(path, "pt") as file:
         position = json.loads(file.metadata()["compress"])["data"]["position"]
     assert (position["epoch"], position["step"]) == (1, 2)
-    calm = Explodes()
-    calm.left = 10**9
-    assert train(calm, tmp_path, checkpoint_steps=4, resume=True).resumed_from == 8
+    assert train(explodes(10**9), tmp_path, checkpoint_steps=4, resume=True).resumed_from == 8
 
 
 def test_weights_that_overflow_are_not_saved(tmp_path):
@@ -322,8 +322,7 @@ def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
     report = compress.fit(linear(), data, spec, batch_size=8, folder=tmp_path, after_step=step)
     assert [row.waited for row in report.history] == [0.75, 0.75]
     assert "75 % of it waiting for images" in report.history[0].sentence(2, classification(4).metric)
-    with (tmp_path / "train.csv").open() as file:
-        assert [row["waited"] for row in csv.DictReader(file)] == ["0.75", "0.75"]
+    assert [row["waited"] for row in table_of(tmp_path)] == ["0.75", "0.75"]
 
 
 # What listeners of a training hear, and the files that a logger writes, read by its own library.
@@ -468,9 +467,8 @@ def test_own_loss_and_metric_train_a_quantized_network():
     qmodel = compress.quantize(network().eval(), IMAGES[:2], loader)
     before = [parameter.clone() for parameter in qmodel.parameters()]
     report = compress.fit(qmodel, loader, SPEC, val=loader, loss=squared, metric=accuracy)
-    with torch.no_grad():
-        parts = [x.contiguous(memory_format=torch.channels_last) for x in IMAGES.split(8)]  # as `fit` evaluates
-        outputs = torch.cat([*map(qmodel.eval(), parts)])
+    parts = [x.contiguous(memory_format=torch.channels_last) for x in IMAGES.split(8)]  # as `fit` evaluates
+    outputs = torch.cat([*map(qmodel.eval(), parts)])
     assert not any(torch.equal(a, b) for a, b in zip(before, qmodel.parameters(), strict=True) if b.ndim > 1)
     assert report.final.loss == pytest.approx(squared(outputs, TARGETS).item())
     assert report.final.values["accuracy"] == pytest.approx(accuracy(outputs, TARGETS).item())
@@ -650,8 +648,7 @@ def test_a_network_learns_to_segment_and_a_stopped_training_goes_on_to_the_bit(t
     model = tasks_network()
     report = compress.fit(model, DATA, TASKS_SPEC, batch_size=8, folder=tmp_path / "a", task=TASK)
     assert report.final.values["miou"] > 0.8
-    with (tmp_path / "a" / "train.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(tmp_path / "a")
     assert float(rows[-1]["val_miou"]) == pytest.approx(report.final.values["miou"], rel=1e-5)
     assert not [name for name in rows[0] if "top" in name]
     assert report.best is not None

@@ -107,14 +107,8 @@ def late_jump(step, steps):
 
 def test_stops_within_points_of_the_reference_and_when_nothing_is_gained():
     data = toy_data(noise=0.5)
-    report = fit(
-        convnet(),
-        data,
-        replace(FAST, epochs=9, stop_within=5.0),
-        batch_size=8,
-        folder=None,
-        reference=0.5,
-    )
+    near = replace(FAST, epochs=9, stop_within=5.0)
+    report = fit(convnet(), data, near, batch_size=8, folder=None, reference=0.5)
     values = [row.val_top1 for row in report.history]
     assert values[-1] >= 0.45 and all(value < 0.45 for value in values[:-1]) and len(values) < 9
     assert "within 5 of the reference, 50.00 %" in report.stopped
@@ -141,14 +135,9 @@ def test_mixup_and_cutmix_are_torchvisions():
 
 
 def test_randaugment_is_torchvisions_for_each_image():
-    split = PIXELS.train
-    prepared = split.preprocessing
-    augment = make_augment(
-        TrainSpec(augment=("randaugment",), augment_options={"randaugment": {"magnitude": 12}}),
-        num_classes=CLASSES,
-        preprocessing=prepared,
-        images=split.images[:2],
-    )
+    split, prepared = PIXELS.train, PIXELS.train.preprocessing
+    spec = TrainSpec(augment=("randaugment",), augment_options={"randaugment": {"magnitude": 12}})
+    augment = make_augment(spec, num_classes=CLASSES, preprocessing=prepared, images=split.images[:2])
     torch.manual_seed(1)
     got, _ = augment(split.images[:4], split.targets[:4])
     torch.manual_seed(1)
@@ -264,9 +253,7 @@ def test_a_layer_that_is_not_called_is_named():
 
 
 def test_own_schedule_follows_the_warm_up():
-    rates = [
-        learning_rate(step, steps=12, warmup_steps=2, peak=0.2, schedule=f"{__name__}:halves") for step in range(12)
-    ]
+    rates = rates_of(f"{__name__}:halves", 0.2, 12, warmup=2)
     assert rates[:2] == pytest.approx([0.002, 0.101])
     assert rates[2:7] == [0.2] * 5 and rates[7:] == [0.1] * 5
 
@@ -284,16 +271,26 @@ def test_checkpoints_of_every_second_epoch_are_gone_on_with_to_the_bit(tmp_path)
     torch.testing.assert_close(whole.state_dict(), again.state_dict(), rtol=0, atol=0)
 
 
+def rates_of(schedule, peak, steps, warmup=0):
+    return [learning_rate(s, steps=steps, warmup_steps=warmup, peak=peak, schedule=schedule) for s in range(steps)]
+
+
+def rates_of_torch(kind, peak, steps, **options):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler, rates = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
 @given(steps=st.integers(1, 500), warmup=st.integers(0, 500), peak=st.floats(1e-5, 10))
 def test_cosine_is_torchs_after_a_linear_rise(steps, warmup, peak):
     warmup = min(warmup, steps)
-    rates = [learning_rate(s, steps=steps, warmup_steps=warmup, peak=peak, schedule="cosine") for s in range(steps)]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))
-    for step in range(warmup, steps):
-        assert rates[step] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6, abs=1e-9 * peak)
-        optimizer.step()
-        cosine.step()
+    rates = rates_of("cosine", peak, steps, warmup)
+    expected = rates_of_torch("CosineAnnealingLR", peak, steps - warmup, T_max=max(1, steps - warmup))
+    assert rates[warmup:] == pytest.approx(expected, rel=1e-6, abs=1e-9 * peak)
     assert rates[:warmup] == pytest.approx(torch.linspace(peak / 100, peak, warmup + 1)[:warmup].tolist(), rel=1e-5)
 
 
@@ -313,23 +310,12 @@ def test_decay_is_for_weights_only():
 @settings(max_examples=20)
 @given(steps=st.integers(10, 300), peak=st.floats(1e-4, 1))
 def test_one_cycle_is_torchs(steps, peak):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps)
-    for step in range(steps):
-        got = learning_rate(step, steps=steps, warmup_steps=0, peak=peak, schedule="one_cycle")
-        assert got == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6, abs=1e-12)
-        optimizer.step()
-        cycle.step()
+    expected = rates_of_torch("OneCycleLR", peak, steps, max_lr=peak, total_steps=steps)
+    assert rates_of("one_cycle", peak, steps) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_step_is_torchs_multi_step():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
-    decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[60, 80])
-    for step in range(90):
-        rate = learning_rate(step, steps=90, warmup_steps=0, peak=0.4, schedule="step")
-        assert rate == pytest.approx(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        decay.step()
+    assert rates_of("step", 0.4, 90) == pytest.approx(rates_of_torch("MultiStepLR", 0.4, 90, milestones=[60, 80]))
 
 
 def test_learning_rates_by_name():

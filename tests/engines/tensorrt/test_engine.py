@@ -1,5 +1,6 @@
 # The run path: what it checks on the host, everywhere; and the engine itself, where a GPU and a library are.
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -167,23 +168,32 @@ def test_foreign_truncated_and_tampered_engines_are_refused_before_the_library_s
 
 
 @pytest.mark.parametrize(
-    ("built", "here", "runs"),
+    ("engine", "built", "options", "here", "refused"),
     [
-        ("11.4.0.106", "11.4.0.106", True),
-        ("10.13.0.35", "11.4.0.106", True),
-        ("11.0.0.1", "11.4.0.106", True),
-        ("11.5.0.1", "11.4.0.106", False),  # newer engines do not run in older runtimes, of one major version either
-        ("11.10.0.1", "11.4.0.106", False),
-        ("12.0.0.1", "11.4.0.106", False),
+        ("tensorrt-rtx", "1.7", {}, ("1.7", "RTX 4090", 89), ""),
+        ("tensorrt-rtx", "1.7", {}, ("1.8", "RTX 4090", 89), "built with TensorRT-RTX 1.7 and here is 1.8"),
+        ("tensorrt-rtx", "1.7", {}, ("1.7", "RTX 3090", 86), "built for SM 89, 120; build it again with --sm 86"),
+        ("tensorrt", "1.7", {}, ("1.7", "L40S", 89), ""),
+        ("tensorrt", "1.7", {}, ("1.7", "L4", 89), "built on L40S, for that GPU alone"),
+        ("tensorrt", "1.7", {"hardware": "same-compute-capability"}, ("1.7", "L4", 89), ""),
+        ("tensorrt", "1.7", {"hardware": "same-compute-capability"}, ("1.7", "A100", 80), "built for SM 89, 120"),
+        ("tensorrt", "1.7", {"hardware": "ampere-plus"}, ("1.7", "H200", 90), ""),
+        ("tensorrt", "1.7", {"hardware": "ampere-plus"}, ("1.7", "T4", 75), "Ampere and later"),
+        ("tensorrt", "1.7", {}, ("2.0", "L40S", 89), "or build with version_compatible"),
+        # Version-compatible engines run with their own version and later ones, and not with older ones ...
+        ("tensorrt", "11.4.0.106", COMPATIBLE, ("11.4.0.106", "L40S", 89), ""),
+        ("tensorrt", "10.13.0.35", COMPATIBLE, ("11.4.0.106", "L40S", 89), ""),
+        ("tensorrt", "11.0.0.1", COMPATIBLE, ("11.4.0.106", "L40S", 89), ""),
+        ("tensorrt", "11.5.0.1", COMPATIBLE, ("11.4.0.106", "L40S", 89), "with TensorRT 11.5.0.1 and here is 11.4.0"),
+        ("tensorrt", "11.10.0.1", COMPATIBLE, ("11.4.0.106", "L40S", 89), "with TensorRT 11.10.0.1 and here is 11.4"),
+        ("tensorrt", "12.0.0.1", COMPATIBLE, ("11.4.0.106", "L40S", 89), "with TensorRT 12.0.0.1 and here is 11.4"),
     ],
 )
-def test_a_version_compatible_engine_runs_with_its_own_version_and_later_ones(built, here, runs, tmp_path):
-    metadata = dataclasses.replace(METADATA, options=COMPATIBLE, version=built, gpu="A")
-    if runs:
-        check_runnable(tmp_path / "e", metadata, version=here, gpu="A", sm=89)
-    else:
-        with pytest.raises(EngineError, match=f"built with TensorRT {built} and here is {here}"):
-            check_runnable(tmp_path / "e", metadata, version=here, gpu="A", sm=89)
+def test_where_an_engine_may_run(engine, built, options, here, refused, tmp_path):
+    row = dataclasses.replace(METADATA, engine=engine, version=built, gpu="L40S", sms=(89, 120), options=options)
+    version, gpu, sm = here
+    with pytest.raises(EngineError, match=refused) if refused else contextlib.nullcontext():
+        check_runnable(tmp_path / "e", row, version=version, gpu=gpu, sm=sm)
 
 
 def test_a_model_needs_an_engine_beside_it_and_the_builder_is_elsewhere(tmp_path):
@@ -248,11 +258,9 @@ def test_two_versions_over_each_other_are_told_apart_from_one():
     parts = ("", "_cu13", "_cu13_libs", "_cu13_bindings")
     whole = {f"tensorrt{part}": "10.14.1" for part in parts}
     rtx = {f"tensorrt_rtx{part}": "1.7.1" for part in parts}
-    assert two_versions("tensorrt", whole | rtx) == ""
-    assert two_versions("tensorrt_rtx", whole | rtx) == ""
+    assert two_versions("tensorrt", whole | rtx) == two_versions("tensorrt_rtx", whole | rtx) == ""
     mixed = two_versions("tensorrt", whole | {"tensorrt_cu12_bindings": "10.14.1"})
-    assert "tensorrt_cu12_bindings 10.14.1" in mixed
-    assert "pip uninstall" in mixed
+    assert "tensorrt_cu12_bindings 10.14.1" in mixed and "pip uninstall" in mixed
     assert "11.0.0" in two_versions("tensorrt", whole | {"tensorrt_cu13_libs": "11.0.0"})
 
 

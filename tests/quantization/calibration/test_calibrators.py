@@ -22,21 +22,23 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def amax_of(name, *batches, **options):
+def collected(name, *batches, **options):
     calibrator = make_calibrator(name, **options)
     for batch in batches:
         calibrator.collect(batch)
-    return calibrator.compute_amax()
+    return calibrator
+
+
+def amax_of(name, *batches, **options):
+    return collected(name, *batches, **options).compute_amax()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes_and_range(name):
     x = randn(3, 8, 10, 10)
-    whole = amax_of(name, x)
-    assert whole.shape == () and whole.dtype == torch.float32
+    whole, channels = amax_of(name, x), amax_of(name, x, axis=1)
+    assert (whole.shape, whole.dtype, channels.shape) == ((), torch.float32, (8,))
     assert 0.5 * x.abs().max() < whole <= x.abs().max()
-    channels = amax_of(name, x, axis=1)
-    assert channels.shape == (8,)
     largest = x.abs().amax((0, 2, 3))
     assert (channels <= largest).all() and (channels > 0.3 * largest).all()
 
@@ -67,8 +69,7 @@ def test_percentile_is_taken_from_the_option():
 def test_batches_may_change_shape_and_be_empty(name):
     x = randn(600)
     parts = (x[:256].reshape(1, 4, 8, 8), torch.empty(0, 4, 8, 8), x[256:].reshape(2, 172))
-    first = parts[0].abs().max()
-    assert first < x.abs().max()  # so that the second batch widens the range
+    assert parts[0].abs().max() < x.abs().max()  # so that the second batch widens the range
     assert amax_of(name, *parts) == pytest.approx(float(amax_of(name, x)), rel=0.2)
     assert amax_of("max", *parts) == x.abs().max()
 
@@ -104,8 +105,7 @@ def test_scalars_and_gradients(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_forgets(name):
-    calibrator = make_calibrator(name, axis=0)
-    calibrator.collect(randn(3, 50) * 100)
+    calibrator = collected(name, randn(3, 50) * 100, axis=0)
     calibrator.reset()
     with pytest.raises(CalibrationError, match="nothing was collected"):
         calibrator.compute_amax()
@@ -115,8 +115,7 @@ def test_reset_forgets(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compute_amax_changes_nothing(name):
-    calibrator = make_calibrator(name)
-    calibrator.collect(randn(500))
+    calibrator = collected(name, randn(500))
     first = calibrator.compute_amax()
     assert torch.equal(first, calibrator.compute_amax())
     first.fill_(-1)
@@ -142,9 +141,7 @@ def test_only_zeros_are_refused(name, axis):
     for x in (torch.zeros(3, 40), torch.full((3, 40), 1e-40)):
         with pytest.raises(CalibrationError, match="zero"):
             amax_of(name, x, x, axis=axis)
-        calibrator = make_calibrator(name, num_bits=8, axis=axis, signed=True)
-        calibrator.collect(x)
-        assert calibrator.only_zeros  # so that a network is quantized around the tensor
+        assert collected(name, x, axis=axis).only_zeros  # so that a network is quantized around the tensor
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,25 +169,18 @@ def test_channels_and_axes_that_do_not_fit(name):
 
 @pytest.mark.parametrize("name", ["percentile", "entropy", "mse"])
 def test_histogram_for_reports(name):
-    calibrator = make_calibrator(name)
-    assert calibrator.histogram is None
     x = randn(5000)
-    calibrator.collect(x[:100])
-    calibrator.collect(x)
-    counts, edges = calibrator.histogram
+    counts, edges = collected(name, x[:100], x).histogram
     assert counts.sum() == 5100 and len(edges) == len(counts) + 1
     assert edges[0] == 0 and edges[-2] < x.abs().max() <= edges[-1]
-    channels = make_calibrator(name, axis=0)
-    channels.collect(x.reshape(5, 1000))
-    counts, edges = channels.histogram
+    counts, edges = collected(name, x.reshape(5, 1000), axis=0).histogram
     assert counts.sum(1).tolist() == [1000] * 5 and edges.shape == (5, counts.shape[1] + 1)
-    assert make_calibrator("max").histogram is None
+    assert make_calibrator("max").histogram is make_calibrator(name).histogram is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_survives_copies(name):
-    calibrator = make_calibrator(name)
-    calibrator.collect(randn(500))
+    calibrator = collected(name, randn(500))
     for twin in (copy.deepcopy(calibrator), pickle.loads(pickle.dumps(calibrator))):
         assert torch.equal(twin.compute_amax(), calibrator.compute_amax())
         twin.collect(randn(500) * 10)
@@ -244,11 +234,6 @@ def centred(offset):
     return Net(run, stem=nn.Conv2d(3, 4, 3), gate=nn.Conv2d(4, 4, 1), last=nn.Conv2d(4, 2, 1), offset=offset)
 
 
-def made(offset):
-    torch.manual_seed(0)
-    return centred(offset).eval(), torch.randn(4, 3, 16, 16)
-
-
 def from_model(model, x, path):
     qmodel = quantize(model, x, [x], spec=SPEC)
     return export_onnx(qmodel, x, path), qmodel.placement, qmodel.report.calibration.amax
@@ -265,10 +250,8 @@ WAYS = (from_model, from_file)
 @pytest.mark.parametrize("offset", [None, 0.0])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
-    model, x = made(offset)
-    path, _, _ = way(model, x, tmp_path / "m.onnx")
-    got = compute(path, x.numpy())
-    expected = model(x).detach().numpy()
+    model, x = centred(offset).eval(), torch.randn(4, 3, 16, 16)
+    got, expected = compute(way(model, x, tmp_path / "m.onnx")[0], x.numpy()), model(x).detach().numpy()
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
 
@@ -276,7 +259,7 @@ def test_a_file_with_an_average_of_zero_runs(tmp_path, way, offset):
 def test_steps_of_an_average_are_no_finer_than_its_values_and_others_stay(tmp_path, way):
     scales = {}
     for offset in (None, 1.0):
-        _, placement, amax = way(*made(offset), tmp_path / "m.onnx")
+        _, placement, amax = way(centred(offset).eval(), torch.randn(4, 3, 16, 16), tmp_path / "m.onnx")
         scale = {site.name: float(scale_from_amax(amax[site.name], site.format)) for site in placement.activations}
         reads = {tensor: consumer for site in placement.activations for tensor, consumer in site.edges}
         of_tensor = {tensor: scale[site.name] for site in placement.activations for tensor, _ in site.edges}

@@ -7,7 +7,7 @@ import compress
 from compress.errors import CalibrationError
 from compress.quantization.calibration.calibrators import CALIBRATORS, all_reduce_together, make_calibrator
 from tests.fresh import finish, start
-from tests.quantization.calibration.test_calibrators import amax_of
+from tests.quantization.calibration.test_calibrators import amax_of, collected
 
 
 def images(seed, scale=1.0, rows=2000):
@@ -42,9 +42,7 @@ def work(rank, folder):
             ("one idle, channels", [images(1)] if rank == 1 else [], 1),
             ("zeros", [images(0)] if rank == 0 else [torch.zeros(500, 3)], None),
         ):
-            calibrator = make_calibrator(name, axis=axis, percentile=99.0)
-            for batch in batches:
-                calibrator.collect(batch)
+            calibrator = collected(name, *batches, axis=axis, percentile=99.0)
             all_reduce_together([calibrator])
             total = None if calibrator.histogram is None else calibrator.histogram[0].sum().item()
             found[name, case] = calibrator.compute_amax(), total
@@ -52,9 +50,7 @@ def work(rank, folder):
             ("nan", images(0) * (torch.nan if rank else 1.0), None),
             ("other channels", images(rank)[:, : 2 + rank], 1),
         ):
-            calibrator = make_calibrator(name, axis=axis)
-            calibrator.collect(x)
-            found[name, case] = refusal(calibrator)
+            found[name, case] = refusal(collected(name, x, axis=axis))
         found[name, "all idle"] = refusal(make_calibrator(name))
     for target in ("tensorrt", "openvino"):
         batches = [images_of(0), images_of(2 * rank + 1), images_of(2 * rank + 2)]
@@ -142,7 +138,6 @@ def test_every_rank_refuses(ranks, name):
 
 
 def test_alone_it_does_nothing():
-    calibrator = make_calibrator("entropy")
-    calibrator.collect(images(0))
+    calibrator = collected("entropy", images(0))
     all_reduce_together([calibrator])
     assert torch.equal(calibrator.compute_amax(), single("entropy", images(0)))

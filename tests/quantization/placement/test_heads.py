@@ -19,8 +19,12 @@ def placement(model, **options):
     return insert_quantizers(model.eval(), torch.rand(2, 3, *SIZE), QuantSpec(**options)).placement
 
 
+def rules_of(found):
+    return {row.layer: row.rule for row in found.decisions if row.rule in RULES}
+
+
 def parts(model, **options):
-    return {row.layer: row.rule for row in placement(model, **options).decisions if row.rule in RULES}
+    return rules_of(placement(model, **options))
 
 
 def weights(model, **options):
@@ -33,8 +37,8 @@ LAST = {f"{branch}.{level}.1" for branch in ("boxes", "classes") for level in ra
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_decoding_yolo(target):
     model = Yolo(3, width=4, decoded=SIZE)
-    found = insert_quantizers(model.eval(), torch.rand(2, 3, *SIZE), QuantSpec(target=target)).placement
-    rules = {row.layer: row.rule for row in found.decisions if row.rule in RULES}
+    found = placement(model, target=target)
+    rules = rules_of(found)
     assert {layer for layer, rule in rules.items() if rule == "last convolution of a head"} == LAST
     assert rules["expectation"] == "expectation stays float"
     decoding = {layer for layer, rule in rules.items() if rule == "box decoding stays float"}
@@ -60,8 +64,7 @@ def test_torchvisions_detectors(name):
 def test_one_key_and_rules_switch_the_head():
     model = Yolo(3, width=4)
     assert weights(model, head="quantize") - weights(model) == LAST
-    one = Rule(match="boxes.0.1", enable=True)
-    assert weights(model, rules=(one,)) - weights(model) == {"boxes.0.1"}
+    assert weights(model, rules=(Rule(match="boxes.0.1", enable=True),)) - weights(model) == {"boxes.0.1"}
 
 
 def test_the_price_is_the_share_of_the_products():
@@ -70,8 +73,7 @@ def test_the_price_is_the_share_of_the_products():
         return net.a(x), net.b(x)
 
     model = Net(run, body=nn.Conv2d(3, 8, 3, padding=1), a=nn.Conv2d(8, 4, 1), b=nn.Conv2d(8, 2, 1))
-    rows = placement(model).decisions
-    (reason,) = {row.reason for row in rows if row.rule == "last convolution of a head"}
+    (reason,) = {row.reason for row in placement(model).decisions if row.rule == "last convolution of a head"}
     share = (8 * 4 + 8 * 2) / (3 * 8 * 9 + 8 * 4 + 8 * 2)
     assert f"all 2 together have {share:.1%}" in reason
 
@@ -132,11 +134,9 @@ def test_attention_is_no_expectation():
 
 def test_an_expectation_is_one_however_it_is_written():
     body = nn.Conv2d(3, BINS, 3, padding=1)
-    model = Net(lambda net, x: net.body(x).movedim(1, -1).softmax(-1) @ net.bins, body=body).eval()
+    model = Net(lambda net, x: net.body(x).movedim(1, -1).softmax(-1) @ net.bins, body=body)
     model.register_buffer("bins", torch.arange(float(BINS)))
-    spec = QuantSpec(head="auto", rules=(Rule(match="body"),))
-    found = insert_quantizers(model, torch.rand(2, 3, *SIZE), spec)
-    assert "expectation stays float" in {row.rule for row in found.placement.decisions}
+    assert "expectation stays float" in parts(model, head="auto", rules=(Rule(match="body"),)).values()
 
 
 def test_suppression_is_known_and_stays_float():
@@ -146,4 +146,4 @@ def test_suppression_is_known_and_stays_float():
 
     model = Net(run, body=nn.Conv2d(3, 5, 1)).eval()
     found = insert_quantizers(model, torch.rand(1, 3, *SIZE), QuantSpec(head="quantize")).placement
-    assert "NMS stays float" in {row.rule for row in found.decisions}
+    assert "NMS stays float" in rules_of(found).values()

@@ -129,6 +129,10 @@ def two_consumers(m, x):
 
 
 TWO = {"first": conv(), "a": conv(), "b": conv()}
+FP8 = {
+    "weights": compress.WeightSpec(kind="e4m3"),
+    "activations": compress.ActivationSpec(kind="e4m3", calibrator="max"),
+}
 
 
 @pytest.mark.parametrize(("match", "bits"), [("a", 8), ("b", 8), ("[ab]", 4)])
@@ -141,23 +145,15 @@ def test_the_widest_of_the_widths_that_consumers_ask_for_is_used(match, bits):
 
 
 def test_integers_and_fp8_cannot_share_a_quantizer():
-    eight = compress.Rule(
-        match="b",
-        weights=compress.WeightSpec(kind="e4m3"),
-        activations=compress.ActivationSpec(kind="e4m3", calibrator="max"),
-    )
+    spec = compress.QuantSpec(rules=(compress.Rule(match="b", **FP8),))
     with pytest.raises(QuantizationError, match=r"relu is read as integers and as FP8.*: a \(int\), b \(e4m3\)"):
-        placed(two_consumers, spec=compress.QuantSpec(rules=(eight,)), **TWO)
+        placed(two_consumers, spec=spec, **TWO)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime", "any"])
 def test_fp8_has_a_sign_on_every_target_and_no_offset(target):
-    spec = compress.QuantSpec(
-        target=target,
-        weights=compress.WeightSpec(kind="e4m3"),
-        activations=compress.ActivationSpec(kind="e4m3", calibrator="max"),
-    )
-    formats = [site.format for site in placed(two_consumers, spec=spec, **TWO).activations]
+    result = placed(two_consumers, spec=compress.QuantSpec(target=target, **FP8), **TWO)
+    formats = [site.format for site in result.activations]
     assert {(f.kind, f.signed, f.offset) for f in formats} == {("e4m3", True, False)}
 
 
@@ -215,11 +211,8 @@ def test_matrix_products_keep_the_whole_range_by_default():
 
 
 def test_the_range_of_an_input_is_measured_whole():
-    def function(m, x):
-        return m.c(F.relu(m.b(m.a(x))))
-
     spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="entropy"))
-    result = placed(function, spec=spec, a=conv(), b=conv(), c=conv())
+    result = placed(lambda m, x: m.c(F.relu(m.b(m.a(x)))), spec=spec, a=conv(), b=conv(), c=conv())
     calibrators = {site.edges[0][0]: site.spec.calibrator for site in result.activations}
     assert calibrators == {"x": "max", "a": "entropy", "relu": "entropy"}
 
@@ -261,6 +254,7 @@ def hooked(layer):
 
 
 FLOAT = compress.QuantSpec(rules=(compress.Rule(match="*", enable=False),))
+BLOCK = compress.QuantSpec(rules=(compress.Rule(match="block2"),))
 ATTENTION = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2))
 
 
@@ -275,6 +269,7 @@ ATTENTION = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.Multihead
         ),
         (TinyResNet(), FLOAT, (2, 3, 32, 32), "no layer that can be quantized"),
         (ATTENTION, None, (5, 4), "attention: one opaque attention"),  # over rows without a batch
+        (TinyResNet(), BLOCK, (2, 3, 32, 32), r"did you mean 'block2\.\*' \(4 layers\)"),
     ],
 )
 def test_what_cannot_gain_is_refused_with_the_first_reasons(model, spec, shape, words):
@@ -290,11 +285,9 @@ def test_no_more_than_three_reasons_are_given():
 
 
 def test_a_quantized_network_is_refused():
+    made = compress.insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))
     with pytest.raises(QuantizationError, match="quantized already"):
-        place(
-            read_fx(compress.insert_quantizers(nn.Sequential(conv(), conv()), torch.randn(2, 4, 6, 6))),
-            compress.QuantSpec(),
-        )
+        place(read_fx(made), compress.QuantSpec())
 
 
 def test_a_product_without_weights_is_quantized():
@@ -303,11 +296,7 @@ def test_a_product_without_weights_is_quantized():
 
 
 def test_layers_that_cannot_be_quantized_say_why():
-    result = placed(
-        lambda m, x: F.conv1d(m.first(x), m.first.weight.abs()),
-        shape=(2, 4, 6),
-        first=nn.Conv1d(4, 4, 1),
-    )
+    result = placed(lambda m, x: F.conv1d(m.first(x), m.first.weight.abs()), shape=(2, 4, 6), first=nn.Conv1d(4, 4, 1))
     reasons = {row.layer: row.reason for row in result.decisions if row.rule == "cannot quantize"}
     assert reasons["conv1d"].startswith("conv1d is a function that cannot become a layer")
     assert [site.path for site in result.weights] == ["first"]
@@ -315,21 +304,11 @@ def test_layers_that_cannot_be_quantized_say_why():
 
 def test_what_is_kept_whole_says_so():
     part = Net(lambda net, x: net.inner(x) if x.sum() > 0 else x, inner=conv())
-    layers = {"first": conv(), "part": part}
-    result = placed(lambda m, x: m.part(m.first(x)), **layers)
-    (row,) = [row for row in result.decisions if row.layer == "part"]
+    model, inner = nn.Sequential(conv(), part), compress.Rule(match="1.inner")
+    (row,) = [row for row in placement(model, shape=(2, 4, 6, 6)).decisions if row.layer == "1"]
     assert row.rule == "unknown stays float" and "Net is kept whole" in row.reason
-    with pytest.raises(QuantizationError, match=r"part\.inner.* \(part is kept whole and stays float"):
-        placed(
-            lambda m, x: m.part(m.first(x)),
-            spec=compress.QuantSpec(rules=(compress.Rule(match="part.inner"),)),
-            **layers,
-        )
-
-
-def test_the_hint_counts_the_layers_of_a_block():
-    with pytest.raises(QuantizationError, match=r"did you mean 'block2\.\*' \(4 layers\)"):
-        placement(TinyResNet(), compress.QuantSpec(rules=(compress.Rule(match="block2"),)))
+    with pytest.raises(QuantizationError, match=r"1\.inner.* \(1 is kept whole and stays float"):
+        placement(model, compress.QuantSpec(rules=(inner,)), (2, 4, 6, 6))
 
 
 def test_a_result_is_quantized_after_a_batchnorm_that_is_kept():
@@ -363,22 +342,19 @@ class Result:
 @pytest.mark.parametrize("target", TARGETS)
 def test_results_in_a_class_get_the_quantizers_of_results_in_a_tuple(target):
     def placed(form):
-        torch.manual_seed(0)
-        layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3), "fc": nn.Conv2d(8, 4, 1)}
-
         def run(net, x):
             features = net.b(net.a(x).relu()).relu()
             return form(net.fc(features), features)
 
-        x = torch.randn(2, 3, 8, 8)
         qmodel = compress.quantize(Net(run, **layers).eval(), x, [x], spec=compress.QuantSpec(target=target))
         return qmodel.placement.decisions, flat_tensors(qmodel(x))
 
+    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3), "fc": nn.Conv2d(8, 4, 1)}
+    x = torch.randn(2, 3, 8, 8)
     expected, results = placed(lambda a, b: (a, b))
     for form in (Pair, Result):
         decisions, found = placed(form)
-        assert decisions == expected
-        assert all(torch.equal(a, b) for a, b in zip(results, found, strict=True))
+        assert decisions == expected and all(map(torch.equal, results, found))
 
 
 def test_rows_are_in_the_order_of_the_graph():
@@ -393,8 +369,7 @@ def test_rows_are_in_the_order_of_the_graph():
 
 
 def test_one_node_of_a_quantizer_serves_all_consumers_and_knows_its_shape():
-    x = torch.randn(2, 4, 6, 6)
-    qmodel = compress.insert_quantizers(Net(two_consumers, **TWO), x)
+    qmodel = compress.insert_quantizers(Net(two_consumers, **TWO), torch.randn(2, 4, 6, 6))
     nodes = [node for node in qmodel.graph.nodes if str(node.target).startswith("quantizers.")]
     assert len(nodes) == len(qmodel.placement.activations)
     (shared,) = [node for node in nodes if len(node.users) == 2]
@@ -403,9 +378,9 @@ def test_one_node_of_a_quantizer_serves_all_consumers_and_knows_its_shape():
 
 @pytest.mark.parametrize("correction", [None, "analytic"])
 def test_layers_have_a_bias_to_correct_only_where_it_is_corrected(correction):
-    x = torch.randn(2, 4, 6, 6)
     model = nn.Sequential(conv(bias=False), nn.BatchNorm2d(4), nn.ReLU(), conv(bias=False))
-    qmodel = compress.insert_quantizers(model, x, compress.QuantSpec(bias_correction=correction))
+    spec = compress.QuantSpec(bias_correction=correction)
+    qmodel = compress.insert_quantizers(model, torch.randn(2, 4, 6, 6), spec)
     assert (qmodel.get_submodule("3").bias is not None) == (correction is not None)
 
 

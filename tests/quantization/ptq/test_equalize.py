@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.sensitivity import sqnr
 from tests.networks import Net, network, unchanged, with_statistics
 from tests.onnx_ptq.files import export
-from tests.onnx_ptq.test_improve import IMAGES, TOKENS, Peaked, Sink, Wide
+from tests.onnx_ptq.test_improve import IMAGES, TOKENS, peaked, sink, wide
 
 X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))
-RELU6 = "ReLU6"
+MAX = compress.ActivationSpec(calibrator="max")
 
 
 def mobile(activation=nn.ReLU, spread=2.0):
@@ -59,10 +60,9 @@ def mobile(activation=nn.ReLU, spread=2.0):
             nn.Linear(7, 3),
         )
     )
-    with torch.no_grad():
-        for layer in model:
-            if isinstance(layer, nn.Conv2d):
-                layer.weight.mul_(torch.exp(spread * torch.randn(len(layer.weight), 1, 1, 1)))
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
+            layer.weight.data.mul_(torch.exp(spread * torch.randn(len(layer.weight), 1, 1, 1)))
     return model
 
 
@@ -72,14 +72,18 @@ def folded(model, x=X):
     return graph_module
 
 
+def equalized(graph_module):
+    # Equalize a graph, which computes the same afterwards.
+    before = graph_module(X)
+    report = equalize(graph_module)
+    assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
+    return report
+
+
 def test_function_preserved_and_ranges_equal_in_every_pair():
     graph_module = folded(mobile())
-    with torch.no_grad():
-        before = graph_module(X)
-        report = equalize(graph_module)
-        after = graph_module(X)
+    report = equalized(graph_module)
     assert len(report.pairs) == 7 and not report.refused
-    assert (after - before).abs().max() / before.abs().max() < 1e-5
     for pair in report.pairs:
         outgoing = output_ranges(graph_module.get_submodule(pair.first))
         incoming = input_ranges(graph_module.get_submodule(pair.second)).view(-1, pair.repeat).amax(1)
@@ -124,7 +128,7 @@ def test_scaling_a_side_of_a_layer_is_scaling_its_input_or_output(layer):
 def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
     model = mobile(nn.ReLU6)
     pairs, refused = find_pairs(folded(model))
-    assert any(RELU6 in reason and "relu6: relu" in reason for reason in refused.values())
+    assert any("ReLU6" in reason and "relu6: relu" in reason for reason in refused.values())
     graph_module = folded(model)
     assert len(replace_activations(graph_module, "relu6")) == 4
     assert len(find_pairs(graph_module)[0]) == 7 > len(pairs)
@@ -155,29 +159,18 @@ def test_shared_and_parametrized_layers_are_left():
 
 def test_dead_channels_keep_still():
     model = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    with torch.no_grad():
-        model[0].weight[1] = 0
-        model[2].weight[:, 2] = 0
-    graph_module = folded(model)
-    with torch.no_grad():
-        before = graph_module(X)
-        scale = equalize(graph_module).divided["0"]
-        torch.testing.assert_close(graph_module(X), before)
+    model[0].weight.data[1] = 0
+    model[2].weight.data[:, 2] = 0
+    scale = equalized(folded(model)).divided["0"]
     assert scale[1] == scale[2] == 1 and bool(scale.isfinite().all())
 
 
 def test_equalization_rescues_per_tensor_weights():
     model = mobile(spread=3.0)
-    noise = {}
-    for on in (False, True):
-        spec = compress.QuantSpec(
-            weights=compress.WeightSpec(axis=None), activations=compress.ActivationSpec(calibrator="max"), equalize=on
-        )
-        quantized = compress.quantize(model, X[:2], [X], spec=spec)
-        with torch.no_grad():
-            noise[on] = sqnr(model(X), quantized(X))
-    assert noise[True] > noise[False] + 6
-    assert "equalized 7 pairs" in quantized.report.notes()[0]
+    per_tensor = compress.QuantSpec(weights=compress.WeightSpec(axis=None), activations=MAX)
+    plain, better = (compress.quantize(model, X[:2], [X], spec=replace(per_tensor, equalize=e)) for e in (False, True))
+    assert sqnr(model(X), better(X)) > sqnr(model(X), plain(X)) + 6
+    assert "equalized 7 pairs" in better.report.notes()[0]
 
 
 # --- SmoothQuant -------------------------------------------------------------------------------------------------
@@ -198,10 +191,9 @@ def block_with_outliers():
     layers = {name: nn.Linear(*sizes) for name, sizes in linear.items()}
     norms = {f"norm{i}": nn.LayerNorm(8) for i in (1, 2, 3)}
     block = Net(run, **norms, **layers, dropout=nn.Dropout()).eval()
-    with torch.no_grad():
-        for norm in (block.norm1, block.norm2):
-            norm.weight[2] *= 60
-            norm.bias.normal_()
+    for norm in (block.norm1, block.norm2):
+        norm.weight.data[2] *= 60
+        nn.init.normal_(norm.bias)
     return block, torch.randn(4, 5, 8)
 
 
@@ -210,10 +202,9 @@ def test_smoothing_preserves_the_function_and_follows_the_formula():
     graph_module = compress.trace(block, x)
     inputs = block.norm1(x).flatten(0, 1).abs().amax(0).detach()
     weights = torch.cat([block.query.weight, block.key.weight]).abs().amax(0).detach()
-    with torch.no_grad():
-        before = graph_module(x)
-        report = smooth(graph_module, [x], alpha=0.5)
-        after = graph_module(x)
+    before = graph_module(x)
+    report = smooth(graph_module, [x], alpha=0.5)
+    after = graph_module(x)
     assert (after - before).abs().max() / before.abs().max() < 1e-5
     assert [norm.path for norm in report.norms] == ["norm1", "norm2"]
     assert report.norms[0].consumers == ("query", "key")
@@ -234,27 +225,20 @@ def test_smoothing_sees_norms_that_are_functions(monkeypatch):
     monkeypatch.setattr(OwnNorm, "__module__", "elsewhere")
     model, x = nn.Sequential(OwnNorm(8), nn.Linear(8, 4)).eval(), torch.randn(4, 5, 8)
     graph_module = compress.trace(model, x)
-    with torch.no_grad():
-        report = smooth(graph_module, [x])
-        torch.testing.assert_close(graph_module(x), model(x))
+    report = smooth(graph_module, [x])
+    torch.testing.assert_close(graph_module(x), model(x))
     assert report.norms[0].path == "0" and report.norms[0].parameters == ("0.weight", "0.bias")
     assert not torch.equal(graph_module.get_parameter("0.weight"), model[0].weight)
 
 
 def test_smoothing_gains_where_there_are_outliers():
     block, x = block_with_outliers()
-    noise = {}
-    for alpha in (None, 0.5):
-        quantized = compress.quantize(
-            block,
-            x[:2],
-            iter([x]),
-            spec=compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"), smooth=alpha),
-        )
-        with torch.no_grad():
-            noise[alpha] = sqnr(block(x), quantized(x))
-    assert noise[0.5] > noise[None] + 3
-    assert "smoothed 2 norms (1 left" in quantized.report.notes()[0]
+    plain, better = (
+        compress.quantize(block, x[:2], iter([x]), spec=compress.QuantSpec(activations=MAX, smooth=alpha))
+        for alpha in (None, 0.5)
+    )
+    assert sqnr(block(x), better(x)) > sqnr(block(x), plain(x)) + 3
+    assert "smoothed 2 norms (1 left" in better.report.notes()[0]
 
 
 @settings(max_examples=30)
@@ -290,11 +274,7 @@ def test_scale_passes_through_a_resize_and_a_negation(mode):
             second=nn.Conv2d(5, 4, 3),
         )
     )
-    with torch.no_grad():
-        before = graph_module(X)
-        report = equalize(graph_module)
-        assert [(pair.first, pair.second) for pair in report.pairs] == [("first", "second")]
-        assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5
+    assert [(pair.first, pair.second) for pair in equalized(graph_module).pairs] == [("first", "second")]
 
 
 # `smooth: auto` of torch models: what it gains, that it changes no module, and that its choice can be repeated.
@@ -308,19 +288,17 @@ def norm_alone():
         return net.left(x) * 2 + net.right(x)
 
     net = Net(run, norm=nn.LayerNorm(16), left=nn.Linear(16, 8), right=nn.Linear(16, 8), drop=nn.Dropout())
-    with torch.no_grad():
-        net.norm.weight[3] = 90.0
-        net.left.weight[:, 3] /= 90
-        net.right.weight[:, 3] /= 90
+    net.norm.weight.data[3] = 90.0
+    net.left.weight.data[:, 3] /= 90
+    net.right.weight.data[:, 3] /= 90
     return net
 
 
 def peaked_gelu():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-    with torch.no_grad():
-        net[0].weight[3] *= 90.0
-        net[2].weight[:, 3] /= 90
+    net[0].weight.data[3] *= 90.0
+    net[2].weight.data[:, 3] /= 90
     return net
 
 
@@ -331,8 +309,8 @@ def quantized(model, x, target, **keys):
 def outliers():
     makers = {
         "norm": (norm_alone, TOKENS, TARGETS),
-        "vit": (Peaked, TOKENS, TARGETS),
-        "conv": (lambda: Wide(nn.ReLU()), IMAGES, TARGETS),
+        "vit": (peaked, TOKENS, TARGETS),
+        "conv": (lambda: wide(nn.ReLU()), IMAGES, TARGETS),
         "gelu": (peaked_gelu, TOKENS, TARGETS[1:]),  # not for TensorRT: fused training takes no multiplication there
     }
     return [
@@ -347,8 +325,7 @@ def test_outlier_channels_cost_less(make, x, target):
     model = make().eval()
     with unchanged(model):
         found = {smooth: quantized(model, x, target, smooth=smooth) for smooth in ("auto", None)}
-    with torch.no_grad():
-        db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
+    db = {smooth: sqnr(model(x), qmodel(x)) for smooth, qmodel in found.items()}
     assert db["auto"] > db[None] + 3, db
     assert any("smooth: auto" in note for note in found["auto"].report.notes())
 
@@ -360,12 +337,11 @@ def test_the_float_network_stays_what_it_was(make):
     qmodel = quantized(model, TOKENS, "openvino", bias_correction=None)
     for _, quantizer in quantizers(qmodel):
         quantizer.enabled = False
-    with torch.no_grad():
-        torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(qmodel(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Sink, "dB on calibration images"), (peaked_gelu, "a factor for each channel")]
+    ("make", "why"), [(sink, "dB on calibration images"), (peaked_gelu, "a factor for each channel")]
 )
 def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(make, why, tmp_path):
     model = make().eval()
@@ -382,10 +358,10 @@ def test_a_poor_product_stays_float_and_the_choice_can_be_repeated(make, why, tm
 
 
 def test_a_rule_of_ones_own_counts_before_what_images_say():
-    rules = quantized(Sink().eval(), TOKENS, "openvino").placement.measured_rules
+    rules = quantized(sink().eval(), TOKENS, "openvino").placement.measured_rules
     own = compress.QuantSpec(target="openvino", rules=tuple(compress.Rule(match=rule.match) for rule in rules))
     assert rules
-    assert not compress.quantize(Sink().eval(), TOKENS[:2], [TOKENS], spec=own).placement.measured_rules
+    assert not compress.quantize(sink().eval(), TOKENS[:2], [TOKENS], spec=own).placement.measured_rules
 
 
 @pytest.mark.parametrize("reader", ["torch", "file"])
@@ -396,8 +372,7 @@ def test_largest_inputs_are_clipped_where_the_result_gains(tmp_path, reader, mat
     model = Net(lambda net, x: net.last(nn.functional.leaky_relu(x, 0.99)), last=nn.Linear(64, 8)).eval()
     if matters:
         x[:, 0, 3] = 40.0
-        with torch.no_grad():
-            model.last.weight[:, 3] = 2.0
+        model.last.weight.data[:, 3] = 2.0
     spec = compress.QuantSpec(target="openvino", bias_correction=None)
     if reader == "torch":
         placement = compress.quantize(model, x[:2], list(x.split(1)), spec=spec).placement

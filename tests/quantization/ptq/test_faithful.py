@@ -74,8 +74,7 @@ def test_hooks_and_a_forward_of_its_own_are_kept(path, kind):
         (row,) = [row for row in qmodel.placement.decisions if row.layer == path and row.decision == "float"]
         assert ("forward of its own" if kind == "forward" else "has hooks") in row.reason
     before = qmodel(IMAGE)
-    with torch.no_grad():
-        getattr(model, path).weight.zero_()
+    nn.init.zeros_(layer.weight)
     assert torch.equal(qmodel(IMAGE), before)  # nothing is shared with the caller's model
 
 
@@ -161,8 +160,7 @@ def test_smoothing_leaves_shared_weights():
     linear = {name: nn.Linear(8, 8) for name in "abcd"}
     model = Net(forward, n=nn.LayerNorm(8), m=nn.LayerNorm(8), **linear)
     model.c.weight = model.a.weight
-    with torch.no_grad():
-        model.n.weight[2] = model.m.weight[2] = 30
+    model.n.weight.data[2] = model.m.weight.data[2] = 30
     done = faithful(model, TOKENS, smooth=0.5).report.smoothing
     assert [norm.path for norm in done.norms] == ["m"] and "shares its weight" in done.refused["n"]
 
@@ -222,14 +220,9 @@ def test_several_weights_and_vectors_of_one_module(forward, weights, x):
 
 
 def test_functional_layers_keep_the_names_of_their_parameters():
-    def inner():
-        return Net(
-            lambda net, x: F.linear(x, net.w1, net.b1),
-            w1=nn.Parameter(torch.randn(8, 8)),
-            b1=nn.Parameter(torch.randn(8)),
-        )
-
-    model = chain(a=inner(), b=inner())
+    values = [{"w1": nn.Parameter(torch.randn(8, 8)), "b1": nn.Parameter(torch.randn(8))} for _ in "ab"]
+    a, b = (Net(lambda net, x: F.linear(x, net.w1, net.b1), **named) for named in values)
+    model = chain(a=a, b=b)
     qmodel = faithful(model, TOKENS)
     assert set(model.state_dict()) == {name for name in qmodel.state_dict() if "quantizer" not in name}
 
@@ -316,15 +309,13 @@ def network():
 
 
 def noise(model, qmodel, x=X):
-    with torch.no_grad():
-        return sqnr(model.eval()(x), qmodel(x))
+    return sqnr(model.eval()(x), qmodel(x))
 
 
 def test_zero_channels_and_zero_weights_stay_zero():
     model = network()
-    with torch.no_grad():
-        model.a.weight[2] = 0
-        model.b.weight.zero_()
+    model.a.weight.data[2] = 0
+    nn.init.zeros_(model.b.weight)
     qmodel = quantize(model, X[:2], [X], spec=MAX)
     assert (qmodel.a.quantized_weight[2] == 0).all() and (qmodel.b.quantized_weight == 0).all()
     assert noise(model, qmodel) > 30
