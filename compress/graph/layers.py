@@ -116,6 +116,8 @@ Macs = tuple[int, int]  # with a weight, without
 def _macs(node: fx.Node, kind: str) -> Macs | None:
     if TRAITS[kind].category in {"weighted", "product", "unknown"}:
         formula = _MACS.get(kind)
+        if formula is None and not tensor_args(node):
+            return 0, 0  # such as torch.arange
         return formula(node) if formula else None
     return 0, 0
 

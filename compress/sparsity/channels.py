@@ -187,7 +187,7 @@ def _groups(
             continue
         reason = next((pinned[number] for number in group if number in pinned), "")
         if not reason and len(group) <= FEWEST:
-            reason = f"move together as {len(group)}, and {FEWEST} stay" if len(group) > 1 else "are a single channel"
+            reason = f"must stay: they move together, in {len(group)} parts, of which {FEWEST} stay"
         if kept := [layer for layer in producers if stays(layer)]:
             reason = f"are those of {kept[0]}, which a rule disables"
         if reason:

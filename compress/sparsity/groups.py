@@ -5,6 +5,7 @@ Classes say which channels of which tensors move together, and which nothing dis
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,9 +146,9 @@ def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
 
 _ELEMENTWISE = kinds(lambda t: t.elementwise and t.category in {"activation", "arithmetic", "passing"})
 _POOLS = kinds(lambda t: t.category in {"pool", "resampling"})
-_AVERAGES = kinds(lambda t: t.idempotent)
+_REDUCTIONS = kinds(lambda t: t.category == "reduction") - {"reduce"}
 # Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number.
-_MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"} | _AVERAGES
+_MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"}
 
 # Channel numbers of a value, or of each of several; None if there are no channels to follow.
 Numbers = Tensor | tuple[Any, ...] | None
@@ -199,7 +200,9 @@ class _Follower(fx.Interpreter):
         if kind == "constant":
             return self._constant(node, result)
         if kind in _MOVES:
-            return self._move(node, result)
+            return self._move(node)
+        if kind in _REDUCTIONS:
+            return self._reduce(node, kind, result)
         if kind in _ELEMENTWISE:
             return self._elementwise(node, result)
         numbers: Numbers = None
@@ -207,8 +210,8 @@ class _Follower(fx.Interpreter):
             numbers = self._kept(node, kind, result)
         elif kind in _MODULE_RULES and node.op == "call_module":
             numbers = _MODULE_RULES[kind](self, node, result)
-        elif kind == "layer_norm":
-            numbers = self._functional_layer_norm(node)
+        elif kind in {"layer_norm", "group_norm"}:
+            numbers = self._functional_norm(node, kind)
         return self._lost(node, kind) if numbers is None else numbers
 
     # Arguments of a node.
@@ -256,7 +259,7 @@ class _Follower(fx.Interpreter):
         self._inherit(node, otherwise=reason)
         for argument in node.all_input_nodes:
             for numbers in _flat(self.numbers.get(argument)):
-                self.channels.pin(numbers, reason)
+                self.channels.pin(numbers, reason if kind == "output" else self.why[node])
         return None
 
     # Rules: operations without parameters.
@@ -279,10 +282,9 @@ class _Follower(fx.Interpreter):
             return None
         return numbers if all(result.shape[axis] == numbers.shape[axis] for axis in _varies(numbers)) else None
 
-    def _move(self, node: fx.Node, result: Any) -> Numbers:
+    def _move(self, node: fx.Node) -> Numbers:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._full(self.env[a], self.numbers.get(a)))
-        inputs = [self.channels.classes(x.flatten()) for a in node.all_input_nodes for x in _flat(self.numbers.get(a))]
-        if not inputs:
+        if not any(_flat(self.numbers.get(a)) for a in node.all_input_nodes):
             return None
         try:
             moved = _compact(getattr(self, node.op)(node.target, args, kwargs))
@@ -290,16 +292,32 @@ class _Follower(fx.Interpreter):
             return self._lost(node, node_kind(node))
         known = torch.arange(len(self.channels.names))
         if not all(bool(torch.isin(x, known).all()) and x.numel() for x in _flat(moved)):
-            return self._lost(node, node_kind(node))  # an average over channels is no channel
-        if node_kind(node) in _AVERAGES:
-            after = {c for x in _flat(moved) for c in self.channels.classes(x.flatten()).tolist()}
-            if after != {c for x in inputs for c in x.tolist()}:
-                return self._lost(node, node_kind(node))
-            if not isinstance(moved, Tensor):
-                return (moved[0], *(None for _ in moved[1:])) if moved is not None else None
+            return self._lost(node, node_kind(node))
         for numbers in _flat(moved):
             self._note_parts(node, numbers)
         return moved
+
+    def _reduce(self, node: fx.Node, kind: str, result: Any) -> Numbers:
+        # A reduction over channels takes all alike, and its result has none.
+        numbers, alone = self._first(node), len(node.all_input_nodes) == 1
+        given = next(iter(node.args[2 if kind == "vector_norm" else 1 :]), None)
+        given = node.kwargs.get("dim", node.kwargs.get("axis", given))
+        if numbers is None:
+            return None
+        every = range(numbers.ndim)
+        axes = [given] if type(given) is int else every if given is None else given
+        if not alone or not isinstance(axes, (range, tuple, list)):
+            return self._lost(node, kind)
+        over = {int(axis) % numbers.ndim for axis in axes}
+        indices = not isinstance(result, Tensor)  # of a maximum
+        if _varies(numbers) <= over:
+            inside = indices and any(user.target is not operator.getitem or user.args[1] for user in node.users)
+            return self._lost(node, kind) if inside else None
+        first = numbers[tuple(slice(0, 1) if axis in over else slice(None) for axis in every)]
+        self.channels.tie(*torch.broadcast_tensors(first, numbers))
+        value = result[0] if indices else result
+        left = first if value.ndim == first.ndim else first.squeeze(tuple(over))
+        return (left, None) if indices else left
 
     def _note_parts(self, node: fx.Node, after: Tensor) -> None:
         # Where an operation cuts a vector of channels into parts of one size.
@@ -377,18 +395,21 @@ class _Follower(fx.Interpreter):
         fits = self._module_vectors(node, ("weight", "bias"), result.ndim - 1)
         return self._vector(node, result.ndim - 1) if fits else None
 
-    def _functional_layer_norm(self, node: fx.Node) -> Numbers:
-        numbers = self._first(node)
-        if numbers is None or _varies(numbers) != {numbers.ndim - 1}:
+    def _functional_norm(self, node: fx.Node, kind: str) -> Numbers:
+        first = self._first(node)
+        numbers = self._vector(node, 1 if kind == "group_norm" else first.ndim - 1) if first is not None else None
+        if numbers is None:
             return None
         for argument in node.all_input_nodes[1:]:
             vector = self.numbers.get(argument)
             if not isinstance(vector, Tensor) or vector.numel() != numbers.numel():
                 return None
             self.channels.tie(vector.flatten(), numbers.flatten())
+        if kind == "group_norm":
+            self._apart(numbers, node.args[1])
         return numbers
 
-    def _apart(self, numbers: Tensor, groups: int) -> None:
+    def _apart(self, numbers: Tensor, groups: Any) -> None:
         parts = numbers.view(groups, -1)
         self.channels.marks += parts
         self.channels.parts.append(parts)
