@@ -101,8 +101,16 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         return reason
     path, heads = str(node.target), module.num_heads
     query, key, value = _projected(node, wrap, arguments)
+    added = (module.bias_k is not None) + bool(module.add_zero_attn)
+    if added:
+        key, value = _with_rows(module, path, key, "bias_k"), _with_rows(module, path, value, "bias_v")
 
-    def masked(scores: Any) -> fx.Proxy:
+    def masked(scores: Any) -> Any:
+        if added and (arguments["attn_mask"] is not None or arguments["key_padding_mask"] is not None):
+            return torch.cat([own_masked(scores[..., :-added]), scores[..., -added:]], -1)
+        return own_masked(scores)
+
+    def own_masked(scores: Any) -> Any:
         for name in ("attn_mask", "key_padding_mask"):
             if arguments[name] is not None:
                 scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
@@ -170,6 +178,18 @@ def _projected(node: fx.Node, wrap: Wrap, arguments: dict[str, Any]) -> tuple[An
     return query, key, value
 
 
+def _with_rows(module: Any, path: str, x: Any, name: str) -> Any:
+    """Keys or values (N, heads, tokens, width) with a row that is learned, a row of zeros, or both."""
+    rows = [x]
+    if module.bias_k is not None:
+        row = x.tracer.create_proxy("get_attr", f"{path}.{name}", (), {})  # (1, 1, heads * width)
+        row = row.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        rows.append(row.expand(x.shape[0], -1, -1, -1))
+    if module.add_zero_attn:
+        rows.append(torch.zeros_like(x[:, :, :1]))
+    return torch.cat(rows, 2)
+
+
 def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
     if module._qkv_same_embed_dim:
         weights = list(module.in_proj_weight.chunk(3))
@@ -196,8 +216,6 @@ def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    if module.bias_k is not None or module.add_zero_attn:
-        return "it has rows added to keys and values"
     masks = [arguments[name] for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
     if not all(isinstance(mask, fx.Node) and mask.meta.get("shape") for mask in masks):
         return "it has a mask that is no tensor"
