@@ -105,16 +105,13 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     if added:
         key, value = _with_rows(module, path, key, "bias_k"), _with_rows(module, path, value, "bias_v")
 
-    def masked(scores: Any) -> Any:
-        if added and (arguments["attn_mask"] is not None or arguments["key_padding_mask"] is not None):
-            return torch.cat([own_masked(scores[..., :-added]), scores[..., -added:]], -1)
-        return own_masked(scores)
-
-    def own_masked(scores: Any) -> Any:
-        for name in ("attn_mask", "key_padding_mask"):
-            if arguments[name] is not None:
-                scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
-        return scores
+    def masked(scores: Any) -> fx.Proxy:
+        masks = [name for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
+        rows = scores[..., -added:] if added and masks else None  # which no mask hides
+        scores = scores if rows is None else scores[..., :-added]
+        for name in masks:
+            scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
+        return scores if rows is None else _concat([scores, rows], -1)
 
     def dropped(weights: Any) -> fx.Proxy:
         return _drop(node, weights, module.dropout) if module.dropout else weights
@@ -178,8 +175,13 @@ def _projected(node: fx.Node, wrap: Wrap, arguments: dict[str, Any]) -> tuple[An
     return query, key, value
 
 
-def _with_rows(module: Any, path: str, x: Any, name: str) -> Any:
-    """Keys or values (N, heads, tokens, width) with a row that is learned, a row of zeros, or both."""
+def _concat(parts: list[Any], axis: int) -> fx.Proxy:
+    whole: fx.Proxy = parts[0].tracer.create_proxy("call_function", torch.cat, (parts, axis), {})
+    return whole
+
+
+def _with_rows(module: Any, path: str, x: Any, name: str) -> fx.Proxy:
+    # keys or values (N, heads, tokens, width) with a row that is learned, a row of zeros, or both
     rows = [x]
     if module.bias_k is not None:
         row = x.tracer.create_proxy("get_attr", f"{path}.{name}", (), {})  # (1, 1, heads * width)
@@ -187,7 +189,7 @@ def _with_rows(module: Any, path: str, x: Any, name: str) -> Any:
         rows.append(row.expand(x.shape[0], -1, -1, -1))
     if module.add_zero_attn:
         rows.append(torch.zeros_like(x[:, :, :1]))
-    return torch.cat(rows, 2)
+    return _concat(rows, 2)
 
 
 def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
