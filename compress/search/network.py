@@ -210,7 +210,8 @@ def _factor_gradients(
     for (path, value), gradient in zip(flat, gradients, strict=True):
         if gradient is not None:
             product = (value * gradient).detach()
-            found[path] = found.get(path, 0) + product.flatten(2).sum(2) if product.ndim > 2 else product
+            product = product.movedim(-1, 1) if isinstance(modules[path], nn.Linear) else product
+            found[path] = found.get(path, 0) + product.reshape(*product.shape[:2], -1).sum(2)
     return found
 
 
