@@ -1,5 +1,5 @@
 # docker build -t compress .                                           for CPUs, with torch's build for CPUs
-# docker build -t compress --build-arg EXTRAS=[all-cpu] .              with phones, timm, pruning and search
+# docker build -t compress --build-arg EXTRAS=[all-cpu] .              with phones, timm and search
 # docker build -t compress --build-arg TORCH=https://pypi.org/simple --build-arg EXTRAS=[tensorrt,timm] .     for NVIDIA GPUs: run with --gpus all
 FROM python:3.12-slim
 

@@ -68,9 +68,9 @@ from compress.search import SearchSpec as SearchSpec  # experimental
 from compress.search.search import Front as Front  # experimental
 from compress.search.search import search as search  # experimental
 from compress.sparsity import SparsitySpec as SparsitySpec
+from compress.sparsity.channels import prune_channels as prune_channels
 from compress.sparsity.parametrization import MaskSchedule as MaskSchedule
 from compress.sparsity.parametrization import squash_masks as squash_masks
-from compress.sparsity.sparsifier import prune_channels as prune_channels
 from compress.sparsity.sparsifier import sparsify as sparsify
 from compress.training import QATSpec as QATSpec
 from compress.training import TrainSpec as TrainSpec

@@ -101,12 +101,17 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         return reason
     path, heads = str(node.target), module.num_heads
     query, key, value = _projected(node, wrap, arguments)
+    added = (module.bias_k is not None) + bool(module.add_zero_attn)
+    if added:
+        key, value = _with_rows(module, path, key, "bias_k"), _with_rows(module, path, value, "bias_v")
 
     def masked(scores: Any) -> fx.Proxy:
-        for name in ("attn_mask", "key_padding_mask"):
-            if arguments[name] is not None:
-                scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
-        return scores
+        masks = [name for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
+        rows = scores[..., -added:] if added and masks else None  # which no mask hides
+        scores = scores if rows is None else scores[..., :-added]
+        for name in masks:
+            scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
+        return scores if rows is None else _concat([scores, rows], -1)
 
     def dropped(weights: Any) -> fx.Proxy:
         return _drop(node, weights, module.dropout) if module.dropout else weights
@@ -170,6 +175,23 @@ def _projected(node: fx.Node, wrap: Wrap, arguments: dict[str, Any]) -> tuple[An
     return query, key, value
 
 
+def _concat(parts: list[Any], axis: int) -> fx.Proxy:
+    whole: fx.Proxy = parts[0].tracer.create_proxy("call_function", torch.cat, (parts, axis), {})
+    return whole
+
+
+def _with_rows(module: Any, path: str, x: Any, name: str) -> fx.Proxy:
+    # keys or values (N, heads, tokens, width) with a row that is learned, a row of zeros, or both
+    rows = [x]
+    if module.bias_k is not None:
+        row = x.tracer.create_proxy("get_attr", f"{path}.{name}", (), {})  # (1, 1, heads * width)
+        row = row.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        rows.append(row.expand(x.shape[0], -1, -1, -1))
+    if module.add_zero_attn:
+        rows.append(torch.zeros_like(x[:, :, :1]))
+    return _concat(rows, 2)
+
+
 def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
     if module._qkv_same_embed_dim:
         weights = list(module.in_proj_weight.chunk(3))
@@ -196,8 +218,6 @@ def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    if module.bias_k is not None or module.add_zero_attn:
-        return "it has rows added to keys and values"
     masks = [arguments[name] for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
     if not all(isinstance(mask, fx.Node) and mask.meta.get("shape") for mask in masks):
         return "it has a mask that is no tensor"

@@ -57,7 +57,7 @@ def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
     )
 
 
-_TUPLES = frozenset({"unknown", "sort", "scan"})  # which may return several tensors
+_TUPLES = frozenset({"unknown", "sort", "scan", "recurrent"})  # which may return several tensors
 
 
 def total_macs(items: tuple[Layer, ...]) -> tuple[int, tuple[str, ...]]:
@@ -116,6 +116,8 @@ Macs = tuple[int, int]  # with a weight, without
 def _macs(node: fx.Node, kind: str) -> Macs | None:
     if TRAITS[kind].category in {"weighted", "product", "unknown"}:
         formula = _MACS.get(kind)
+        if formula is None and not tensor_args(node):
+            return 0, 0  # such as torch.arange
         return formula(node) if formula else None
     return 0, 0
 
@@ -180,6 +182,22 @@ def _attention_macs(node: fx.Node) -> Macs | None:
     return projections, batch * query[length] * key[length] * width * 2
 
 
+def _contraction_macs(node: fx.Node) -> Macs | None:
+    # (m, k) by (k, n): each size is that of all axes that two of the three tensors share
+    factors = _operands(node)
+    if len(factors) != 2:
+        return None
+    left, right = (math.prod(factor.meta["shape"]) for factor in factors)
+    macs = math.isqrt(left * right * math.prod(node.meta["shape"]))
+    return (macs, 0) if any(n.op == "get_attr" for n in factors) else (0, macs)
+
+
+def _recurrent_macs(node: fx.Node) -> Macs | None:
+    # each matrix of the layer meets every token once
+    matrices = sum(p.numel() for p in node_module(node).parameters() if p.ndim > 1)
+    return math.prod(tensor_args(node)[0].meta["shape"][:-1]) * matrices, 0
+
+
 def _window_attention_macs(node: fx.Node) -> Macs | None:
     """Macs of torchvision's shifted_window_attention, on a map padded to whole windows."""
     (batch, *sides, width), window = tensor_args(node)[0].meta["shape"], cast("list[int]", node.args[4])
@@ -197,6 +215,9 @@ _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "einsum": _einsum_macs,
     "attention": _attention_macs,
     "window_attention": _window_attention_macs,
+    "contraction": _contraction_macs,
+    "recurrent": _recurrent_macs,
+    "deform_conv": _weight_macs,
 }
 
 

@@ -119,6 +119,9 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "einsum": replace(_PRODUCT, data_inputs=MANY, multiplies=True),
         "attention": replace(_PRODUCT, data_inputs=3),
         "window_attention": replace(_PRODUCT, data_inputs=1),
+        "contraction": _PRODUCT,  # of two tensors over axes of both
+        "recurrent": replace(_PRODUCT, data_inputs=MANY),
+        "deform_conv": replace(_PRODUCT, data_inputs=MANY),
         "batch_norm": Traits(category="normalization", elementwise=True, passes_channels=True),
         "layer_norm": _NORM,
         "group_norm": _NORM,
@@ -206,7 +209,8 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "embedding": Traits(category="lookup"),
         "gather": Traits(category="lookup", data_inputs=MANY),
         "scatter": Traits(category="lookup", data_inputs=MANY),
-        "count": Traits(category="lookup", data_inputs=MANY),  # how many values there are of each
+        "count": Traits(category="lookup", data_inputs=MANY),  # which values there are, how many, and where
+        "sample": Traits(category="lookup", data_inputs=MANY, needs_float=True),  # values at places that others give
         "search": Traits(category="lookup", data_inputs=MANY),  # where values are in a sorted row
         "scan": Traits(category="lookup", needs_float=True),  # sums, products or extremes up to each position
         "sort": Traits(category="lookup"),  # values of an axis in their order, all or some
@@ -261,6 +265,8 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "addmm": (torch.addmm, torch.baddbmm, "addmm", "baddbmm"),
     "einsum": (torch.einsum,),
     "attention": (nn.MultiheadAttention, F.scaled_dot_product_attention, F.multi_head_attention_forward),
+    "contraction": (torch.tensordot, torch.inner, torch.mv, torch.dot, "inner", "mv", "dot"),
+    "recurrent": (nn.RNNBase, nn.RNNCellBase),
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, F.batch_norm),
     "layer_norm": (nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm),
     "group_norm": (nn.GroupNorm, F.group_norm),
@@ -323,7 +329,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "logic": (
         *(torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, "eq", "ne", "lt", "le", "gt", "ge"),
         *(torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not, torch.isnan, torch.isfinite),
-        *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite"),
+        *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "long", "int", "bool"),
         *(operator.and_, operator.or_, operator.xor, operator.invert, torch.bitwise_not),
     ),
     "mean": (torch.mean, "mean"),
@@ -388,7 +394,8 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy"),
     ),
     "gather": (torch.gather, torch.take_along_dim, "gather", "take_along_dim"),
-    "count": (torch.bincount, torch.histc, "bincount", "histc"),
+    "count": (torch.bincount, torch.histc, torch.unique, torch.nonzero, "bincount", "histc", "unique", "nonzero"),
+    "sample": (F.grid_sample, F.max_unpool2d),
     "search": (torch.searchsorted, torch.bucketize),
     "scan": (
         *(torch.cumsum, torch.cumprod, torch.cummax, torch.cummin, torch.logcumsumexp),
@@ -425,6 +432,8 @@ _BY_NAME = {
     "_get_relative_position_bias": "position_bias",
     "_patch_merging_pad": "patch_merging",
     "nms": "nms",
+    "roi_align": "sample",
+    "deform_conv2d": "deform_conv",
     "quick_gelu": "quick_gelu",
     "new_zeros": "zeros",
 }

@@ -613,7 +613,7 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "vector_norm": _vector_norm,
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
     **dict.fromkeys(("mean", "sum", "max", "min", "var", "reduce"), _reduce),
-    **dict.fromkeys(("scatter", "count"), _everywhere),
+    **dict.fromkeys(("scatter", "count", "sample"), _everywhere),
     "search": _search,
     "gather": _gather,
     "sort": _sort,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +12,18 @@ from torch.nn import functional
 
 from compress.errors import SearchError, near_misses
 from compress.graph.inputs import flat_tensors, hooked
+from compress.graph.ops import attribute_of
 from compress.models import ModelSpec
 from compress.models.by_name import build_model
 from compress.search.space import (
-    Axis,
     Configuration,
     Structure,
     analyse,
-    kept_positions,
     leave_out,
     left_out,
-    remove_channels,
     widths_of,
 )
+from compress.sparsity.channels import Axis, channel_power, group_sums, kept_positions, magnitudes, remove_channels
 from compress.training.optim import recalibrate_batchnorm
 
 # For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`.
@@ -38,7 +38,8 @@ def apply(structure: Structure, configuration: Configuration, scores: Scores | N
 
     Channels of the highest scores stay; without scores the first ones. What the configuration does not name stays.
     """
-    small = remove_channels(structure.graph, structure.axes, removed_classes(structure, configuration, scores))
+    small = copy.deepcopy(structure.graph)
+    remove_channels(small, structure.axes, removed_classes(structure, configuration, scores))
     for name in left_out(configuration):
         leave_out(small, structure.blocks[name])
     small.graph.eliminate_dead_code()
@@ -153,18 +154,21 @@ def channel_scores(structure: Structure, criterion: str, batches: Sequence[Tenso
             f"criterion {criterion!r} is unknown{near_misses(criterion, CRITERIA)} (one of: {', '.join(CRITERIA)})"
         )
     if criterion == "magnitude":
-        return _summed(structure, _uses(structure, {"in", "out"}), lambda use: _power(_tensor(structure, use), use))
+        return magnitudes(structure.graph, structure)
     if criterion == "batchnorm":
         norms = [use for use in _uses(structure, {"vector"}) if _is_scale(structure, use)]
-        scales = _summed(structure, norms, lambda use: _tensor(structure, use).detach().abs())
+        scales = group_sums(structure, norms, lambda use: attribute_of(structure.graph, use.path).detach().abs())
         fallback = channel_scores(structure, "magnitude", batches)
         return {name: own if own.any() else fallback[name] for name, own in scales.items()}
     if criterion == "reconstruction":
         powers = _input_power(structure.graph, [u.path.removesuffix(".weight") for u in _consumers(structure)], batches)
-        return _summed(
+        return group_sums(
             structure,
             _consumers(structure),
-            lambda use: _power(_tensor(structure, use), use) * powers[use.path.removesuffix(".weight")],
+            lambda use: (
+                channel_power(attribute_of(structure.graph, use.path).detach().cpu(), use)
+                * powers[use.path.removesuffix(".weight")].view(-1, len(use.classes)).sum(0)  # of a block's groups
+            ),
         )
     return _by_gradient(structure, criterion, batches)
 
@@ -176,7 +180,7 @@ def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]
     for images in batches:
         for path, by_image in _factor_gradients(structure.graph, [use.path for use in taps], images, generator).items():
             sums[path] += (by_image.sum(0).square() if criterion == "taylor" else by_image.square().sum(0)).cpu()
-    return _summed(structure, taps, lambda use: sums[use.path])
+    return group_sums(structure, taps, lambda use: sums[use.path])
 
 
 def _taps(structure: Structure) -> list[Axis]:
@@ -206,7 +210,8 @@ def _factor_gradients(
     for (path, value), gradient in zip(flat, gradients, strict=True):
         if gradient is not None:
             product = (value * gradient).detach()
-            found[path] = found.get(path, 0) + product.flatten(2).sum(2) if product.ndim > 2 else product
+            product = product.movedim(-1, 1) if isinstance(modules[path], nn.Linear) else product
+            found[path] = found.get(path, 0) + product.reshape(*product.shape[:2], -1).sum(2)
     return found
 
 
@@ -242,27 +247,6 @@ def _uses(structure: Structure, roles: set[str]) -> list[Axis]:
 def _is_scale(structure: Structure, use: Axis) -> bool:
     path, _, name = use.path.rpartition(".")
     return name == "weight" and isinstance(structure.graph.get_submodule(path), _NORMS)
-
-
-def _tensor(structure: Structure, use: Axis) -> Tensor:
-    path, _, name = use.path.rpartition(".")
-    return getattr(structure.graph.get_submodule(path), name).detach().cpu()
-
-
-def _power(tensor: Tensor, use: Axis) -> Tensor:
-    return tensor.square().movedim(use.axis, 0).flatten(1).sum(1)
-
-
-def _summed(structure: Structure, uses: Sequence[Axis], value: Callable[[Axis], Tensor]) -> dict[str, Tensor]:
-    place = {number: (name, i) for name, group in structure.groups.items() for i, number in enumerate(group.classes)}
-    scores = {name: torch.zeros(len(group.classes)) for name, group in structure.groups.items()}
-    for use in uses:
-        values = value(use).double().tolist()
-        for number, amount in zip(use.classes.tolist(), values, strict=True):
-            if number in place:
-                name, i = place[number]
-                scores[name][i] += amount
-    return scores
 
 
 def rebuilt(

@@ -6,25 +6,23 @@ import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError, SearchError
 from compress.graph.canonical import check_float_model, drop_assertions, preserve_input
 from compress.graph.compare import Reference
 from compress.graph.functional import functions_to_modules
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
 from compress.graph.ops import WEIGHTED, modules_above, node_kind, walk
 from compress.graph.trace import propagate_shapes, trace
 from compress.quantization.sensitivity import choose_formats
 from compress.search import SearchSpec
-from compress.sparsity.groups import Channels, Use, channels_of
+from compress.sparsity.channels import Shrinkable, shrinkable
 
 LARGEST_UNIT = 6  # weighted layers of a module that share one format at most; larger modules are whole stages
 
@@ -107,126 +105,21 @@ def _common(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_LAYERS = (*_CONVOLUTIONS, *_NORMS, nn.Linear, nn.PReLU)
-
-
-def removable(graph: fx.GraphModule, uses: Iterable[Use]) -> str:
-    for use in uses:
-        path, _, name = use.path.rpartition(".")
-        try:
-            module = graph.get_submodule(path)
-        except AttributeError:
-            module = None
-        if module is None or (name not in module._parameters and name not in module._buffers):
-            return f"meet the constant {use.path}"
-        if use.rows is not None:
-            return f"meet {path}, a grouped convolution"
-        if not isinstance(module, _LAYERS):
-            return f"meet {path}, a {type(module).__name__}"
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Axis:
-    """An axis of a tensor along channels: `role` as of `Use`, `classes` the channel at each position."""
-
-    path: str
-    axis: int
-    role: str
-    classes: Tensor
-
-
-def axes_of(channels: Channels) -> tuple[Axis, ...]:
-    return tuple(
-        Axis(path=use.path, axis=use.axis, role=use.role, classes=channels.classes(use.numbers))
-        for use in channels.uses.values()
-    )
-
-
-def remove_channels(graph: fx.GraphModule, axes: Iterable[Axis], removed: Sequence[int]) -> fx.GraphModule:
-    """Return a copy of a network without the classes `removed`, of groups that may shrink."""
-    small = copy.deepcopy(graph)
-    changed: dict[str, nn.Module] = {}
-    for axis in axes:
-        keep = kept_positions(axis, removed)
-        if len(keep) == len(axis.classes):
-            continue
-        path, _, name = axis.path.rpartition(".")
-        module = small.get_submodule(path)
-        value = getattr(module, name).detach()
-        _assign(module, name, value.index_select(axis.axis, keep.to(value.device)))
-        changed[path] = module
-    for module in changed.values():
-        _count_again(module)
-    return small
-
-
-def kept_positions(axis: Axis, removed: Sequence[int]) -> Tensor:
-    gone = torch.isin(axis.classes, torch.tensor(list(removed), dtype=torch.int64))
-    return (~gone).nonzero().flatten()
-
-
-def _assign(module: nn.Module, name: str, value: Tensor) -> None:
-    if name in module._parameters:
-        trained = module.get_parameter(name).requires_grad
-        module._parameters[name] = nn.Parameter(value.clone(), requires_grad=trained)
-    else:
-        module._buffers[name] = value.clone()
-
-
-def _count_again(module: nn.Module) -> None:
-    layer: Any = module
-    if isinstance(module, _CONVOLUTIONS):
-        depthwise = module.groups == module.in_channels == module.out_channels and module.groups > 1
-        layer.out_channels = layer.weight.shape[0]
-        if depthwise:
-            layer.groups = layer.in_channels = layer.weight.shape[0]
-        else:
-            layer.in_channels = layer.weight.shape[1] * module.groups
-    elif isinstance(module, nn.Linear):
-        layer.out_features, layer.in_features = layer.weight.shape
-    elif isinstance(module, _NORMS):
-        sized = layer.running_mean if layer.running_mean is not None else layer.weight
-        layer.num_features = len(sized)
-    elif isinstance(module, nn.PReLU):
-        layer.num_parameters = layer.weight.numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class WidthGroup:
-    """Channels that nothing distinguishes; any number of them may be removed.
-
-    Attributes:
-        name: the first layer that produces them.
-        classes: of `Structure.axes`.
-    """
-
-    name: str
-    classes: tuple[int, ...]
-    producers: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Structure:
+class Structure(Shrinkable):
     """A traced float network and all that may be taken from it.
 
     Attributes:
         graph: in evaluation mode, not to be changed.
         blocks: that may be left out, by name.
         layers: weighted, with costs, in order.
-        left: why channels stay, by producing layer.
     """
 
     graph: fx.GraphModule
     inputs: tuple[Tensor, ...]
-    axes: tuple[Axis, ...]
-    groups: Mapping[str, WidthGroup]
     blocks: Mapping[str, Block]
     units: Mapping[str, tuple[str, ...]]
     layers: tuple[Layer, ...]
-    left: Mapping[str, str]
 
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
@@ -234,21 +127,18 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
     check_float_model(model)
     inputs = as_inputs(example_inputs)
     graph = _modules_of(copy.deepcopy(model).eval(), inputs)
-    channels = channels_of(graph, inputs)
     rows = tuple(row for row in layer_table(graph) if row.path and row.weight_macs)
-    axes = axes_of(channels)
-    groups, left = _groups(graph, channels, axes)
-    found = Structure(
+    found = shrinkable(graph, inputs)
+    return Structure(
         graph=graph,
         inputs=inputs,
-        axes=axes,
-        groups=groups,
+        axes=found.axes,
+        groups=found.groups,
         blocks={block.name: block for block in residual_blocks(graph.graph)},
         units=units([row.path for row in rows]),
         layers=rows,
-        left=left,
+        left=found.left,
     )
-    return _without_failing(found)
 
 
 def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -267,58 +157,6 @@ def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
         (axis.path, axis.role): Counter(owner.get(number, "") for number in axis.classes.tolist())
         for axis in structure.axes
     }
-
-
-def _groups(
-    graph: fx.GraphModule, channels: Channels, axes: Sequence[Axis]
-) -> tuple[dict[str, WidthGroup], dict[str, str]]:
-    pinned = channels.pinned()
-    uses = list(channels.uses.values())
-    held: dict[int, set[int]] = {}
-    for place, axis in enumerate(axes):
-        for number in axis.classes.unique().tolist():
-            held.setdefault(number, set()).add(place)
-    groups: dict[str, WidthGroup] = {}
-    left: dict[str, str] = {}
-    for classes in channels.interchangeable():
-        own = [uses[place] for place in sorted(held.get(classes[0], ()))]  # of one class: the others have the same
-        producers = tuple(use.path.removesuffix(".weight") for use in own if use.role == "out")
-        if not producers:
-            continue
-        reason = next((pinned[number] for number in classes if number in pinned), "") or removable(graph, own)
-        if not reason and len(classes) < 2:
-            reason = "are a single channel"
-        if reason:
-            left.setdefault(producers[0], reason)
-        else:
-            name = producers[0] if producers[0] not in groups else f"{producers[0]} ({len(groups)})"
-            groups[name] = WidthGroup(name=name, classes=tuple(classes), producers=producers)
-    return groups, left
-
-
-def _without_failing(structure: Structure) -> Structure:
-    """Drop groups whose sizes the network's forward uses as constants."""
-    if not structure.groups or not _failure(structure, list(structure.groups.values())):
-        return structure
-    reasons = {name: _failure(structure, [group]) for name, group in structure.groups.items()}
-    groups = {name: group for name, group in structure.groups.items() if not reasons[name]}
-    return replace(structure, groups=groups, left={**structure.left, **{k: v for k, v in reasons.items() if v}})
-
-
-def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
-    removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
-    small = remove_channels(structure.graph, structure.axes, removed)
-    try:
-        after = _output_shapes(small, structure.inputs)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        return f"must stay, because the network does not run without half of them: {str(error).splitlines()[0][:100]}"
-    same = after == _output_shapes(structure.graph, structure.inputs)
-    return "" if same else "must stay, because the network's outputs change their shape with them"
-
-
-def _output_shapes(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[torch.Size]:
-    with torch.no_grad():  # calling a graph module would print the line that fails
-        return [tensor.shape for tensor in flat_tensors(model.forward(*inputs))]
 
 
 # Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}.

@@ -276,10 +276,9 @@ def permute_channels(
     except ModelError as error:
         raise SparsityError(f"channels cannot be permuted: {error}") from error
     inputs = as_inputs(example_inputs)
-    channels = channels_of(graph_module, inputs)
+    channels = channels_of(graph_module, inputs, owner=model)
     weights = {path: weight_of(module).detach() for path, module in layers.items()}
     uses = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
-    _pin_constants(channels, model)
     groups = _groups(channels, {path: uses[path] for path in layers if path in uses}, pattern.m)
     before = _shares(weights, pattern)
 
@@ -342,15 +341,6 @@ def _check_plain(model: nn.Module) -> None:
             raise SparsityError(f"{path or 'the model'} is parametrized already: permute channels before masking")
         if getattr(module, "is_quantizer", False):
             raise SparsityError(f"{path} is a quantizer: permute channels before quantizing")
-
-
-def _pin_constants(channels: Channels, model: nn.Module) -> None:
-    """Pin channels that meet constants of the trace, which cannot be permuted."""
-    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    for key, use in list(channels.uses.items()):
-        if use.path not in own:
-            channels.pin(use.numbers, f"meet the constant {use.path}")
-            del channels.uses[key]
 
 
 def _groups(channels: Channels, uses: dict[str, Use], m: int) -> list[_Group]:

@@ -5,6 +5,7 @@ Classes say which channels of which tensors move together, and which nothing dis
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,14 +43,18 @@ class Channels:
         names: name of each class by the representative of its subset.
         reasons: why a number may not move.
         uses: axes of tensors, by the tensor's id, axis and rows.
+        tensors: of the uses, by their ids.
         marks: numbers that occur together in one place.
+        parts: (parts, size) numbers of parts of one size, which must stay of one size.
     """
 
     tied: DisjointSet = field(default_factory=DisjointSet)
     names: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     uses: dict[tuple[int, int, tuple[int, int] | None], Use] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
     marks: list[Tensor] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)
 
     def fresh(self, count: int, *, reason: str | None = None) -> Tensor:
         """Return new numbers, each a class of its own; with a reason they may not move."""
@@ -83,11 +88,17 @@ class Channels:
         """Distinguish these channels, which occur together, from all others."""
         self.marks.append(numbers.flatten())
 
+    def tie_parts(self) -> None:
+        """Tie the channels at the same place of parts."""
+        for parts in self.parts:
+            self.tie(*torch.broadcast_tensors(parts[:1], parts))
+
     def use(
         self, tensor: Tensor, path: str, axis: int, numbers: Tensor, *, role: str, rows: tuple[int, int] | None = None
     ) -> None:
         """Note that the axis runs along these channels; two uses of a tensor are tied."""
         key = (id(tensor), axis, rows)
+        self.tensors[key[0]] = tensor
         if key in self.uses:
             self.tie(self.uses[key].numbers, numbers)
         else:
@@ -135,20 +146,29 @@ def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
 
 _ELEMENTWISE = kinds(lambda t: t.elementwise and t.category in {"activation", "arithmetic", "passing"})
 _POOLS = kinds(lambda t: t.category in {"pool", "resampling"})
-_AVERAGES = kinds(lambda t: t.idempotent)
+_REDUCTIONS = kinds(lambda t: t.category == "reduction") - {"reduce"}
 # Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number.
-_MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"} | _AVERAGES
+_MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"}
 
 # Channel numbers of a value, or of each of several; None if there are no channels to follow.
 Numbers = Tensor | tuple[Any, ...] | None
 
 
-def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
-    """Follow the channels of a traced graph, in evaluation mode; the values of the inputs do not matter."""
+def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...], *, owner: nn.Module) -> Channels:
+    """Follow the channels of a traced graph, in evaluation mode; the values of the inputs do not matter.
+
+    Channels stay that meet a constant of the graph, or a tensor that its `owner` does not hold or computes.
+    """
     follower = _Follower(graph_module)
     with torch.no_grad():
         follower.run(*inputs)
-    return follower.channels
+    channels = follower.channels
+    own = dict((*owner.named_parameters(remove_duplicate=False), *owner.named_buffers(remove_duplicate=False)))
+    for key, use in list(channels.uses.items()):
+        if use.path not in own or not torch.equal(own[use.path], channels.tensors[key[0]]):
+            channels.pin(use.numbers, f"meet {use.path}, which is computed or a constant")
+            del channels.uses[key]
+    return channels
 
 
 class _Follower(fx.Interpreter):
@@ -180,7 +200,9 @@ class _Follower(fx.Interpreter):
         if kind == "constant":
             return self._constant(node, result)
         if kind in _MOVES:
-            return self._move(node, result)
+            return self._move(node)
+        if kind in _REDUCTIONS:
+            return self._reduce(node, kind, result)
         if kind in _ELEMENTWISE:
             return self._elementwise(node, result)
         numbers: Numbers = None
@@ -188,8 +210,8 @@ class _Follower(fx.Interpreter):
             numbers = self._kept(node, kind, result)
         elif kind in _MODULE_RULES and node.op == "call_module":
             numbers = _MODULE_RULES[kind](self, node, result)
-        elif kind == "layer_norm":
-            numbers = self._functional_layer_norm(node)
+        elif kind in {"layer_norm", "group_norm"}:
+            numbers = self._functional_norm(node, kind)
         return self._lost(node, kind) if numbers is None else numbers
 
     # Arguments of a node.
@@ -200,14 +222,17 @@ class _Follower(fx.Interpreter):
         return numbers if isinstance(numbers, Tensor) else None
 
     def _vector(self, node: fx.Node, axis: int) -> Tensor | None:
-        """Numbers of the first argument if they vary along this axis alone."""
+        """Numbers of the first argument along an axis; those that vary along others are tied along them."""
         numbers = self._first(node)
-        if numbers is None:
+        if numbers is None or numbers.ndim <= axis or (_varies(numbers) and numbers.shape[axis] == 1):
             return None
-        return numbers if _varies(numbers) <= {axis % numbers.ndim} and numbers.ndim > axis else None
+        rows = numbers.movedim(axis, 0).flatten(1)
+        if rows.shape[1] > 1:
+            self.channels.tie(*torch.broadcast_tensors(rows[:, :1], rows))
+        return rows[:, 0].view([-1 if i == axis else 1 for i in range(numbers.ndim)])
 
     def _full(self, value: Any, numbers: Numbers) -> Any:
-        """Numbers as large as the value, in float64, which every moving operation supports."""
+        # Numbers as large as the value, in float64, which every moving operation supports.
         if isinstance(value, Tensor):
             if not isinstance(numbers, Tensor):
                 numbers = self.channels.fresh(1, reason="a value that is no channel").view([1] * value.ndim)
@@ -234,13 +259,13 @@ class _Follower(fx.Interpreter):
         self._inherit(node, otherwise=reason)
         for argument in node.all_input_nodes:
             for numbers in _flat(self.numbers.get(argument)):
-                self.channels.pin(numbers, reason)
+                self.channels.pin(numbers, reason if kind == "output" else self.why[node])
         return None
 
     # Rules: operations without parameters.
 
     def _constant(self, node: fx.Node, value: Any) -> Numbers:
-        """A parameter outside of a layer: one value for each channel if only one axis exceeds 1."""
+        # A parameter outside of a layer: one value for each channel if only one axis exceeds 1.
         axes = [axis for axis, size in enumerate(value.shape) if size > 1] if isinstance(value, Tensor) else []
         if len(axes) != 1:
             if axes:
@@ -251,16 +276,15 @@ class _Follower(fx.Interpreter):
         return numbers
 
     def _kept(self, node: fx.Node, kind: str, result: Any) -> Numbers:
-        """Pools work inside a channel; a softmax treats all channels alike."""
+        # Pools work inside a channel; a softmax treats all channels alike.
         numbers = self._vector(node, 1) if kind in _POOLS else self._first(node)
         if numbers is None or not isinstance(result, Tensor) or len(_varies(numbers)) > 1:
             return None
         return numbers if all(result.shape[axis] == numbers.shape[axis] for axis in _varies(numbers)) else None
 
-    def _move(self, node: fx.Node, result: Any) -> Numbers:
+    def _move(self, node: fx.Node) -> Numbers:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._full(self.env[a], self.numbers.get(a)))
-        inputs = [self.channels.classes(x.flatten()) for a in node.all_input_nodes for x in _flat(self.numbers.get(a))]
-        if not inputs:
+        if not any(_flat(self.numbers.get(a)) for a in node.all_input_nodes):
             return None
         try:
             moved = _compact(getattr(self, node.op)(node.target, args, kwargs))
@@ -268,14 +292,49 @@ class _Follower(fx.Interpreter):
             return self._lost(node, node_kind(node))
         known = torch.arange(len(self.channels.names))
         if not all(bool(torch.isin(x, known).all()) and x.numel() for x in _flat(moved)):
-            return self._lost(node, node_kind(node))  # an average over channels is no channel
-        if node_kind(node) in _AVERAGES:
-            after = {c for x in _flat(moved) for c in self.channels.classes(x.flatten()).tolist()}
-            if after != {c for x in inputs for c in x.tolist()}:
-                return self._lost(node, node_kind(node))
-            if not isinstance(moved, Tensor):
-                return (moved[0], *(None for _ in moved[1:])) if moved is not None else None
+            return self._lost(node, node_kind(node))
+        for numbers in _flat(moved):
+            self._note_parts(node, numbers)
         return moved
+
+    def _reduce(self, node: fx.Node, kind: str, result: Any) -> Numbers:
+        # A reduction over channels takes all alike, and its result has none.
+        numbers, alone = self._first(node), len(node.all_input_nodes) == 1
+        given = next(iter(node.args[2 if kind == "vector_norm" else 1 :]), None)
+        given = node.kwargs.get("dim", node.kwargs.get("axis", given))
+        if numbers is None:
+            return None
+        every = range(numbers.ndim)
+        axes = [given] if type(given) is int else every if given is None else given
+        if not alone or not isinstance(axes, (range, tuple, list)):
+            return self._lost(node, kind)
+        over = {int(axis) % numbers.ndim for axis in axes}
+        indices = not isinstance(result, Tensor)  # of a maximum
+        if _varies(numbers) <= over:
+            inside = indices and any(user.target is not operator.getitem or user.args[1] for user in node.users)
+            return self._lost(node, kind) if inside else None
+        first = numbers[tuple(slice(0, 1) if axis in over else slice(None) for axis in every)]
+        self.channels.tie(*torch.broadcast_tensors(first, numbers))
+        value = result[0] if indices else result
+        left = first if value.ndim == first.ndim else first.squeeze(tuple(over))
+        return (left, None) if indices else left
+
+    def _note_parts(self, node: fx.Node, after: Tensor) -> None:
+        # Where an operation cuts a vector of channels into parts of one size.
+        numbers, kind = self._first(node), node_kind(node)
+        if numbers is None or len(_varies(numbers)) != 1:
+            return
+        vector, size = numbers.flatten(), after.numel()
+        if kind == "channel_shuffle":
+            groups: Any = _layer(node).groups if node.op == "call_module" else node.args[1]
+            self.channels.parts.append(vector.view(groups, -1))
+        elif kind in {"reshape", "flatten"} and len(_varies(after)) > 1 and size == len(vector):
+            free = _free_axis(node, after)
+            self.channels.parts.append(after.movedim(free, -1).reshape(-1, after.shape[free]))
+        elif kind in {"split", "getitem"} and 1 < size < len(vector) and len(vector) % size == 0:
+            parts = vector.view(-1, size)
+            if (parts == after.flatten()).all(1).any():
+                self.channels.parts.append(parts)
 
     def _elementwise(self, node: fx.Node, result: Any) -> Numbers:
         kind = node_kind(node)
@@ -309,7 +368,7 @@ class _Follower(fx.Interpreter):
     # Rules: layers.
 
     def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int, *, rows: bool = False) -> bool:
-        """Note vectors, or tensors with a row for each, along the input's channels; False if they do not fit."""
+        # Notes vectors, or tensors with a row for each, along the input's channels; False if they do not fit.
         module = node_module(node)
         for name in names:
             tensor = getattr(module, name, None)
@@ -326,9 +385,8 @@ class _Follower(fx.Interpreter):
 
     def _group_norm(self, node: fx.Node, result: Tensor) -> Numbers:
         numbers = self._norm(node, result)
-        if isinstance(numbers, Tensor):
-            for part in numbers.flatten().chunk(_layer(node).num_groups):
-                self.channels.mark(part)
+        if isinstance(numbers, Tensor) and _layer(node).num_groups < numbers.numel():
+            self._apart(numbers, _layer(node).num_groups)
         return numbers
 
     def _layer_norm(self, node: fx.Node, result: Tensor) -> Numbers:
@@ -337,26 +395,43 @@ class _Follower(fx.Interpreter):
         fits = self._module_vectors(node, ("weight", "bias"), result.ndim - 1)
         return self._vector(node, result.ndim - 1) if fits else None
 
-    def _functional_layer_norm(self, node: fx.Node) -> Numbers:
-        numbers = self._first(node)
-        if numbers is None or _varies(numbers) != {numbers.ndim - 1}:
+    def _functional_norm(self, node: fx.Node, kind: str) -> Numbers:
+        first = self._first(node)
+        numbers = self._vector(node, 1 if kind == "group_norm" else first.ndim - 1) if first is not None else None
+        if numbers is None:
             return None
         for argument in node.all_input_nodes[1:]:
             vector = self.numbers.get(argument)
             if not isinstance(vector, Tensor) or vector.numel() != numbers.numel():
                 return None
             self.channels.tie(vector.flatten(), numbers.flatten())
+        if kind == "group_norm":
+            self._apart(numbers, node.args[1])
         return numbers
+
+    def _apart(self, numbers: Tensor, groups: Any) -> None:
+        parts = numbers.view(groups, -1)
+        self.channels.marks += parts
+        self.channels.parts.append(parts)
 
     def _linear(self, node: fx.Node, result: Tensor) -> Numbers:
         return self._weighted(node, result, axis=result.ndim - 1, groups=1)
 
     def _conv(self, node: fx.Node, result: Tensor) -> Numbers:
         module = _layer(node)
-        groups, channels = module.groups, module.in_channels
-        if groups == channels == module.out_channels and groups > 1:
-            return self._vector(node, 1) if self._module_vectors(node, ("weight", "bias"), 1, rows=True) else None
-        return self._weighted(node, result, axis=1, groups=groups)
+        if module.groups == module.in_channels > 1:
+            return self._depthwise(node, module)
+        return self._weighted(node, result, axis=1, groups=module.groups)
+
+    def _depthwise(self, node: fx.Node, module: Any) -> Numbers:
+        numbers = self._vector(node, 1)
+        if numbers is None or numbers.numel() != module.in_channels:
+            return None
+        numbers = numbers.repeat_interleave(module.out_channels // module.in_channels, 1)
+        for name in ("weight", "bias"):
+            if isinstance(tensor := getattr(module, name), Tensor):
+                self.channels.use(tensor, f"{node.target}.{name}", 0, numbers.flatten(), role="vector")
+        return numbers
 
     def _conv_transpose(self, node: fx.Node, result: Tensor) -> Numbers:
         if node_module(node).groups != 1:
@@ -364,7 +439,7 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
-        """A layer with new channels: columns consume them, rows produce them."""
+        # A layer with new channels: columns consume them, rows produce them.
         module = _layer(node)
         weight: nn.Parameter = module.weight
         read = self._vector(node, axis)
@@ -377,8 +452,9 @@ class _Follower(fx.Interpreter):
         for group, part in enumerate(read.flatten().chunk(groups)):
             block = (group * rows, (group + 1) * rows) if groups > 1 else None
             self.channels.use(weight, f"{node.target}.weight", 0 if transposed else 1, part, role="in", rows=block)
-        for part in made.flatten().chunk(groups) if groups > 1 else ():
-            self.channels.mark(part)
+        if groups > 1:
+            self._apart(read, groups)
+            self._apart(made, groups)
         self.channels.use(weight, f"{node.target}.weight", 1 if transposed else 0, made.flatten(), role="out")
         if module.bias is not None:
             self.channels.use(module.bias, f"{node.target}.bias", 0, made.flatten(), role="vector")
@@ -400,6 +476,16 @@ def _flat(numbers: Numbers) -> list[Tensor]:
     if isinstance(numbers, Tensor):
         return [numbers]
     return [x for item in numbers or () for x in _flat(item)]
+
+
+def _free_axis(node: fx.Node, after: Tensor) -> int:
+    # Of a reshape, the axis of which the network computes the size; the last one that varies if none is.
+    sizes = node.args[1:] if len(node.args) > 2 else node.args[-1]
+    varying = sorted(_varies(after))
+    if isinstance(sizes, (tuple, list)) and len(sizes) == after.ndim:
+        free = [axis for axis in varying if isinstance(sizes[axis], fx.Node) or sizes[axis] == -1]
+        return free[0] if len(free) == 1 else varying[-1]
+    return varying[-1]
 
 
 def _layer(node: fx.Node) -> Any:  # Any: rules ask for attributes of many classes

@@ -1,4 +1,4 @@
-"""Masks on a model (`sparsify`), and channels removed by torch-pruning (DepGraph, Fang et al., arXiv 2301.12900).
+"""Masks on a model (`sparsify`).
 
 Second-order saliency is SparseGPT's (Frantar and Alistarh, arXiv 2301.00774, section 3), after Optimal Brain Surgeon
 (Hassibi and Stork, 1993).
@@ -6,46 +6,31 @@ Second-order saliency is SparseGPT's (Frantar and Alistarh, arXiv 2301.00774, se
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.errors import ModelError, SparsityError, first_few
+from compress.errors import SparsityError
 from compress.graph.compare import alone, own_copy
 from compress.graph.inputs import (
     Inputs,
-    KeywordInputs,
-    as_inputs,
     first_inputs,
-    flat_tensors,
     hooked,
     run_batch,
-    run_with,
 )
-from compress.graph.layers import layers as layer_table
-from compress.graph.layers import total_macs
-from compress.graph.modules import modes_restored
-from compress.graph.trace import check_module, trace
+from compress.graph.trace import check_module
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import (
     Eligibility,
-    check_rules,
     chosen_layers,
     eligibility,
-    left_dense,
-    run_order,
     weight_of,
-    weighted_layers,
 )
-from compress.sparsity.groups import Channels, Use, channels_of
 from compress.sparsity.parametrization import (
     apply_masks,
     from_groups,
@@ -56,7 +41,6 @@ from compress.sparsity.parametrization import (
     unstructured_mask,
 )
 from compress.support.progress import NoProgress, Progress
-from compress.version import install_hint
 
 BLOCK = 128  # columns whose corrections to the right are applied together
 MEMORY_BYTES = 2 * 2**30  # memory for the Hessians that are measured in one pass
@@ -228,275 +212,6 @@ def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: f
     pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
     updated, mask = (from_groups(torch.stack(parts), weight.shape).contiguous() for parts in zip(*pairs, strict=True))
     return updated, mask
-
-
-MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
-TRIALS = 8  # bisection steps; each halves the uncertainty of the ratio
-LARGEST = 0.95  # largest share of a layer's channels that is removed
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelRow:
-    """A layer's path, and the shape of its weight before and after pruning."""
-
-    layer: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelReport:
-    """Result of channel pruning: every convolution and linear layer, macs of the example batch, and elements."""
-
-    pattern: str
-    rows: tuple[ChannelRow, ...]
-    macs_before: int
-    macs_after: int
-    parameters_before: int
-    parameters_after: int
-
-    @property
-    def removed(self) -> float:
-        return 1 - self.macs_after / self.macs_before
-
-
-@alone
-def prune_channels(
-    model: nn.Module, spec: SparsitySpec | None = None, *, example_inputs: Inputs, progress: Progress | None = None
-) -> ChannelReport:
-    """Remove channels until the share R of `channel:R` of the macs is removed; in place.
-
-    The parameters become new objects: make the optimizer afterwards. Outputs of the last layer and of layers that a
-    rule disables stay.
-
-    Args:
-        model: dense, float and traceable.
-        spec: None = channel:0.5.
-        example_inputs: a small batch, on the model's device.
-        progress: is advanced at each step of the bisection.
-
-    Raises:
-        ModelError: `model` is no module.
-        SparsityError: another pattern, a masked or quantized model, torch-pruning is not installed or cannot follow
-            the model, or the macs cannot be reduced so far.
-
-    Examples:
-        >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1))
-        >>> spec = compress.SparsitySpec(pattern="channel:0.5", kernels="any")
-        >>> round(compress.prune_channels(network, spec, example_inputs=images[:1]).removed, 1)
-        0.5
-    """
-    check_module(model)
-    spec, progress = spec or SparsitySpec(pattern="channel:0.5"), progress or NoProgress()
-    pattern = _check(model, spec)
-    inputs = as_inputs(example_inputs)
-    before = _shapes(model)
-    check_rules(spec, before)
-    macs, parameters = _macs(model, inputs), _parameters(model)
-    channels, whole = channels_of(trace(model, inputs), inputs), set[str]()
-    while found := _confused(model, inputs, pattern.ratio, spec, whole, channels):
-        whole |= found
-    chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, whole, progress)
-    if found := _confused(model, inputs, chosen, spec, whole, channels):
-        raise _not_followed(model, found)
-    _remove(model, inputs, chosen, spec, whole)
-    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
-    return ChannelReport(
-        pattern=spec.pattern,
-        rows=rows,
-        macs_before=macs,
-        macs_after=_macs(model, inputs),
-        parameters_before=parameters,
-        parameters_after=_parameters(model),
-    )
-
-
-def _ratio(
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    target: float,
-    spec: SparsitySpec,
-    whole: set[str],
-    progress: Progress,
-) -> float:
-    """Bisect for the ratio of channels that leaves the macs nearest to `target`."""
-    macs = _macs(model, inputs)
-    low, high, chosen, nearest = 0.0, LARGEST, 0.0, macs
-    progress.start("prune channels", TRIALS)
-    for _ in range(TRIALS):
-        ratio = (low + high) / 2
-        trial = own_copy(model)
-        _remove(trial, inputs, ratio, spec, whole)
-        got = _macs(trial, inputs)
-        if abs(got - target) < abs(nearest - target):
-            chosen, nearest = ratio, got
-        low, high = (ratio, high) if got > target else (low, ratio)
-        progress.advance("prune channels", macs_removed=1 - got / macs)
-    progress.finish("prune channels")
-    if abs(nearest - target) > 0.1 * macs:
-        kept = f" (torch-pruning cannot follow those of {first_few(sorted(whole))})" if whole else ""
-        raise SparsityError(
-            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs"
-            f"{kept}; ask for another share, enable more layers, or set kernels to 'any', which rounds less"
-        )
-    return chosen
-
-
-def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:
-    pattern = check_sparsity_spec(spec)
-    if pattern.kind != "channel":
-        raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
-    if any(getattr(module, "is_quantizer", False) for module in model.modules()):
-        raise SparsityError("the model is quantized: remove channels of the float model, and quantize the result")
-    if masked_layers(model):
-        raise SparsityError("the model is masked already: call squash_masks before removing channels")
-    return pattern
-
-
-def _remove(
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    ratio: float,
-    spec: SparsitySpec,
-    whole: set[str],
-    *,
-    numbered: bool = False,
-) -> None:
-    """Remove the weakest `ratio` of the channels of every layer but those of `whole`, in place."""
-    library = _library()
-    layers, shared = weighted_layers(model), _shared(model)
-    ignored = [layers[path] for path in layers if path in whole or left_dense(path, spec)]
-    ignored.append(layers[run_order(model, layers, inputs)[-1]])
-    with modes_restored(model), torch.no_grad():
-        shapes = [t.shape for t in flat_tensors(run_with(model.eval(), inputs))]
-        try:
-            with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
-                warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
-                pruner = library.pruner.BasePruner(
-                    model,
-                    dict(zip(inputs.names, inputs, strict=True)) if isinstance(inputs, KeywordInputs) else inputs,
-                    importance=library.importance.GroupMagnitudeImportance(p=2),
-                    pruning_ratio=ratio,
-                    ignored_layers=ignored,
-                    round_to=MULTIPLE if spec.kernels == "tensorrt" else None,
-                )
-                groups = pruner.step(interactive=True)
-                group = next(groups, None)  # all channels are chosen before the first group is removed
-                if numbered:
-                    _number(model)
-                while group is not None:
-                    group.prune()
-                    group = next(groups, None)
-            if numbered:
-                return
-            _share_again(model, shared)
-            after = [t.shape for t in flat_tensors(run_with(model, inputs))]
-        except (
-            *(RuntimeError, ValueError, TypeError, KeyError, IndexError),
-            *(AttributeError, AssertionError, ArithmeticError),
-        ) as error:
-            raise SparsityError(
-                f"torch-pruning cannot remove channels of {type(model).__name__}: {error}; leave out layers with rules "
-                "(enable: false)"
-            ) from error
-    if shapes != after:
-        raise SparsityError(
-            f"removing channels changed the model's outputs from {[tuple(s) for s in shapes]} to "
-            f"{[tuple(s) for s in after]}: leave out the layers that compute them with rules (enable: false)"
-        )
-
-
-def _number(model: nn.Module) -> None:
-    for tensor in (*model.cpu().parameters(), *model.buffers()):
-        tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
-
-
-def _confused(
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    ratio: float,
-    spec: SparsitySpec,
-    whole: set[str],
-    channels: Channels,
-) -> set[str]:
-    # Layers of whose channels torch-pruning removes some in one tensor and others in another, as around a channel
-    # shuffle: the graph says which channels are the same.
-    trial = own_copy(model)
-    _remove(trial, inputs, ratio, spec, whole, numbered=True)
-    before, after = (dict((*m.named_parameters(remove_duplicate=False), *m.named_buffers())) for m in (model, trial))
-    kept, removed = set[int](), set[int]()
-    for use in channels.uses.values():
-        stays = torch.ones(len(use.numbers), dtype=torch.bool)
-        if use.path in after:
-            stays = _stays(after[use.path], before[use.path].shape, use)
-        classes = channels.classes(use.numbers)
-        kept |= set(classes[stays].tolist())
-        removed |= set(classes[~stays].tolist())
-    apart = torch.tensor(sorted(kept & removed))
-    makes = [use for use in channels.uses.values() if use.role == "out"]
-    found = {use.path.rpartition(".")[0] for use in makes if torch.isin(channels.classes(use.numbers), apart).any()}
-    if apart.numel() and not found - whole:
-        raise _not_followed(model, found)
-    return found
-
-
-def _stays(numbers: Tensor, shape: torch.Size, use: Use) -> Tensor:
-    # Which positions of an axis are left, from the numbers that the values of the tensor had before.
-    places = torch.unravel_index(numbers.flatten(2)[..., 0].long() if numbers.ndim > 2 else numbers.long(), shape)
-    along = places[use.axis]
-    if use.rows is not None:
-        along = along[(places[0] >= use.rows[0]) & (places[0] < use.rows[1])]
-    return torch.isin(torch.arange(len(use.numbers)), along.unique())
-
-
-def _not_followed(model: nn.Module, paths: Iterable[str]) -> SparsityError:
-    return SparsityError(
-        f"torch-pruning cannot remove channels of {type(model).__name__}: it loses those of {first_few(sorted(paths))} "
-        "on their way to other layers; leave out these layers, and those before them, with rules (enable: false)"
-    )
-
-
-def _shared(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [same for same in names.values() if len(same) > 1]
-
-
-def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
-    # torch-pruning makes a new parameter of each layer's weight, also where layers shared it.
-    for first, *others in shared:
-        parameter = model.get_parameter(first)
-        for name in others:
-            if not torch.equal(model.get_parameter(name), parameter):
-                raise ValueError(f"{first} and {name} are one parameter and would lose different channels")
-            path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, parameter)
-
-
-def _library() -> ModuleType:
-    try:
-        return importlib.import_module("torch_pruning")
-    except ImportError as error:
-        raise SparsityError(f"channel pruning needs the torch-pruning library: {install_hint('pruning')}") from error
-
-
-def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    try:
-        macs, unknown = total_macs(layer_table(trace(model, inputs)))
-    except ModelError as error:
-        raise SparsityError(f"the model's macs cannot be counted: {error}") from error
-    if unknown:
-        raise SparsityError(f"the macs of these layers are unknown, so no share of them can be reached: {unknown}")
-    return macs
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(weight_of(layer).shape) for path, layer in weighted_layers(model).items()}
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

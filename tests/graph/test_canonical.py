@@ -76,6 +76,12 @@ CROSSED = {
     "mask of truths": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL), 1),
     "mask of each head": ({}, lambda a, x: a(x, x, x, attn_mask=CAUSAL.float().repeat(4 * x.shape[0], 1, 1)), 1),
     "padding": ({}, lambda a, x: a(x, x, x, key_padding_mask=(x[..., 0] > 1) & (x[..., 1] > 0)), 1),
+    "learned row": ({"add_bias_kv": True, "batch_first": False}, lambda a, x: a(x, x, x), 1),
+    "rows and masks": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        lambda a, x: a(x, x, x, attn_mask=CAUSAL, key_padding_mask=x[..., 0] > 1),
+        1,
+    ),
 }
 
 
@@ -94,10 +100,10 @@ def test_attention_between_tensors_and_with_masks_is_opened(case):
 
 
 def test_attention_that_cannot_be_opened_says_why():
-    model = self_attention(lambda net, x: net.attn(x, x, x)[0], batch_first=True, add_zero_attn=True)
-    graph = same(model, torch.randn(2, 5, 16, generator=G))
+    model = self_attention(lambda net, x: net.attn(x, x, x)[0], batch_first=True)
+    graph = same(model, torch.randn(5, 16, generator=G))
     (node,) = [node for node in graph.graph.nodes if node_kind(node) == "attention"]
-    assert "rows added" in node.meta["whole"]
+    assert "no batch dimension" in node.meta["whole"]
 
 
 def test_attention_alone_is_a_layer_of_its_graph():

@@ -141,6 +141,10 @@ MODULES = {
 PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
 # Kinds whose rows claim nothing that the tests below look at, or that have a test of their own.
 UNTRIED = PARAMETRIC | {
+    "contraction",
+    "recurrent",
+    "deform_conv",
+    "sample",
     "logic",
     "gather",
     "count",
@@ -383,6 +387,8 @@ PRODUCTS = {
     "one tensor, twice": lambda f, x: f(x, x),
     "matmul of one tensor": lambda f, x: x[..., :3] @ x[..., :3],
     "attention to itself": lambda f, x: F.scaled_dot_product_attention(x[0], x[0], x[0]),
+    "tensordot": lambda f, x: torch.tensordot(x, x.relu(), dims=([1, 4], [1, 4])),
+    "inner": lambda f, x: torch.inner(x, x[0, 0].relu()),
 }
 
 
@@ -391,6 +397,24 @@ def test_products_of_two_tensors_are_counted_as_torch_does(name):
     function, x = PRODUCTS[name], torch.randn(2, 3, 2, 3, 5)
     net = Net(lambda net, x: function(lambda a, b: torch.einsum("bghid,bghjd->bghij", a, b), x))
     assert total_macs(layers(trace(net, x))) == (counted_by_torch(net, x), ())
+
+
+def test_recurrent_layers_are_counted_by_their_steps():
+    recurrent = [nn.GRU(6, 8, 2, bidirectional=True), nn.RNN(6, 8, batch_first=True), nn.GRUCell(6, 8), nn.LSTM(6, 8)]
+    for layer in (*recurrent, nn.LSTM(6, 8, proj_size=3), nn.LSTMCell(6, 8)):
+        x = torch.randn(5, 6) if isinstance(layer, nn.RNNCellBase) else torch.randn(5, 2, 6)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            layer(x)
+        steps = x.numel() // 6  # torch counts no products of nn.LSTM: of each gate, by the input and by the result
+        macs = steps * 4 * 8 * (6 + 3) + steps * 8 * 3 if getattr(layer, "proj_size", 0) else steps * 4 * 8 * (6 + 8)
+        expected = 2 * macs if isinstance(layer, nn.LSTM) else counter.get_total_flops()
+        assert total_macs(layers(trace(Net(lambda net, x: net.a(x)[0], a=layer), x))) == (expected // 2, ())
+
+
+def test_deformable_convolutions_are_counted_as_others():
+    parts = {"a": torchvision.ops.DeformConv2d(4, 8, 3, groups=2), "b": nn.Conv2d(4, 18, 3)}
+    network = trace(Net(lambda net, x: net.a(x, net.b(x)), **parts), torch.randn(2, 4, 6, 6))
+    assert total_macs(layers(network)) == (2 * 16 * 9 * (8 * 2 + 18 * 4), ())
 
 
 def test_unknown_is_not_zero():

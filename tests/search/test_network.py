@@ -222,6 +222,34 @@ def test_magnitude_batchnorm_and_reconstruction_are_their_formulas():
     torch.testing.assert_close(scores("reconstruction"), hidden.square().mean(0) * fc.square().sum(0))
 
 
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_channels_of_tokens_of_norms_and_of_groups_have_scores_and_are_removed(criterion):
+    def run(net, x):
+        x = net.group(net.norm(net.conv(x)).relu()).relu()
+        x = net.first(net.last(net.up(x).flatten(2).mT)).relu()
+        return net.fc(x.mean(1))
+
+    parts = {"conv": nn.Conv2d(3, 16, 3), "norm": nn.GroupNorm(4, 16), "group": nn.Conv2d(16, 16, 1, groups=4)}
+    parts |= {"up": nn.ConvTranspose2d(16, 8, 2, 2), "last": nn.LayerNorm(8), "first": nn.Linear(8, 12)}
+    model = Net(run, **parts, fc=nn.Linear(12, 4)).eval()
+    structure = analyse(model, CRITERIA_IMAGES)
+    assert {name: len(group.classes) for name, group in structure.groups.items()} == {
+        **{"conv": 4, "group": 4},  # of each of four groups one
+        **{"up": 8, "first": 12},
+    }
+    scores = channel_scores(structure, criterion, [CRITERIA_IMAGES])
+    small = apply(structure, {"width conv": "2", "width group": "3", "width up": "5", "width first": "7"}, scores)
+    shapes = [tuple(small.get_submodule(name).weight.shape[:2]) for name in ("conv", "group", "up", "first", "fc")]
+    assert shapes == [(8, 3), (12, 2), (12, 5), (7, 5), (4, 7)] and small(CRITERIA_IMAGES).shape == (6, 4)
+    if criterion == "taylor":
+        hidden = []
+        model.first.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+        out = model(CRITERIA_IMAGES)
+        loss = functional.cross_entropy(out, out.detach().argmax(1), reduction="sum")
+        product = hidden[0] * torch.autograd.grad(loss, hidden[0])[0]
+        torch.testing.assert_close(scores["first"], product.sum((0, 1)).square())
+
+
 def test_unknown_criteria_are_refused():
     assert set(CRITERIA) == {"magnitude", "batchnorm", "taylor", "fisher", "reconstruction"}
     with pytest.raises(SearchError, match="tailor"):

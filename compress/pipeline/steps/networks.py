@@ -48,9 +48,10 @@ from compress.recipe.tree import Recipe
 from compress.records.files import BLOCK, HISTOGRAMS, TRAIN, Histogram
 from compress.roofline_model import sparse_bound
 from compress.sparsity import Pattern, SparsitySpec, check_sparsity_spec
+from compress.sparsity.channels import prune_channels
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
 from compress.sparsity.parametrization import MaskSchedule, apply_masks, masked_layers, squash_masks
-from compress.sparsity.sparsifier import mask_options, prune_channels, sparsify
+from compress.sparsity.sparsifier import mask_options, sparsify
 from compress.support.meters import TaskMetric
 from compress.training import TrainSpec
 from compress.training.checkpoint import load_model, save_model

@@ -520,6 +520,9 @@ _REFUSALS = {
     "attention stays float",
     "window_attention stays float",
     "einsum stays float",
+    "contraction stays float",
+    "recurrent stays float",
+    "deform_conv stays float",
 }
 _APART = "the recipe gives its inputs scales of their own"
 _OF_CONSTANTS = "it computes with constants and sizes alone, once for all images"

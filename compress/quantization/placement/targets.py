@@ -111,6 +111,10 @@ _FLOAT = {
     **dict.fromkeys(_NORMS, "normalization sums squares, which 8 bits do not hold"),
     **dict.fromkeys(_SOFTMAX, "an exponential over 8-bit steps loses the small probabilities"),
     "einsum": "an einsum that is no product of two matrices has no quantized form in ONNX",
+    "contraction": "it has no quantized form: write the product as a matmul or a linear layer",
+    "recurrent": "a recurrent layer takes its own rounded results again at every step, and no engine has it in 8 bits",
+    "deform_conv": "a convolution at places that a tensor gives has no quantized form in ONNX",
+    "sample": "it interpolates at places that a tensor gives, which 8 bits do not hold",
     "scatter": "a scatter computes with places, which 8 bits do not hold, and no engine has it in integers",
     "unknown": "an operation that compress does not know",
 }

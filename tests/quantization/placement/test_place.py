@@ -301,3 +301,19 @@ def test_softmax_is_quantized_for_qnn_with_16_bits_alone_and_xnnpack_is_another_
         found = placement(model, QuantSpec(target="qnn", activations=ActivationSpec(num_bits=bits)), (2, 4))
         assert [d.rule for d in found.decisions if d.decision == "float"] == expected
     assert QuantSpec(target=["xnnpack", "qnn"]).targets == ("litert", "qnn")
+
+
+def test_operations_without_a_quantized_form_say_why():
+    def run(net, x):
+        y = net.a(x)
+        y = F.grid_sample(y, torch.tanh(net.grid(x)).permute(0, 2, 3, 1), align_corners=False)
+        return torch.inner(net.rnn(y.flatten(2).mT)[0][:, -1], net.c)
+
+    parts = {"a": nn.Conv2d(3, 8, 1), "grid": nn.Conv2d(3, 2, 1), "rnn": nn.GRU(8, 8, batch_first=True)}
+    model, x = Net(run, **parts, c=nn.Parameter(torch.randn(5, 8))), torch.randn(2, 3, 4, 4)
+    quantized = quantize(model.eval(), x, [x], spec=QuantSpec(target="onnxruntime"))
+    reasons = {row.rule: row.reason for row in quantized.placement.decisions}
+    assert "takes its own rounded results again" in reasons["recurrent stays float"]
+    assert "matmul" in reasons["contraction stays float"] and "places" in reasons["sample stays float"]
+    with pytest.raises(QuantizationError, match=r"rnn: a recurrent layer takes its own"):
+        quantize(Net(lambda net, x: net.rnn(x)[0], rnn=nn.GRU(4, 4)), x[0], [x[0]])
