@@ -144,6 +144,7 @@ def test_a_floor_that_rules_miss_is_kept_by_layers_that_stay_float(given_times):
     floor = _decibels(path, rules) + 2
     found = compress.tune(path, BATCHES, out=given_times / "q.onnx", spec=SPEC, sqnr_db=floor)
     assert found.choice == "tuned" and not found.forms[1].kept, found.why
+    assert "rules" in found.why and "which misses the floor" in found.why
     assert _decibels(path, found.path) >= floor and _ms(found.path) < _ms(path)
 
 

@@ -332,7 +332,11 @@ class _Work:
     def result(self, forms: list[Form], groups: list[Group], files: dict[str, QuantizedFile], unquiet: str) -> Tuned:
         near, goal = [form for form in forms[1:] if form.kept], self.goal.text(self.judged)
         best = min(near or forms[-1:], key=lambda form: form.ratio or 1.0)
-        times = ", ".join(f"{x.label} {1 / x.ratio:.2f}x float's speed" for x in forms[1:] if x.ratio is not None)
+        times = ", ".join(
+            f"{x.label} {1 / x.ratio:.2f}x float's speed{'' if x.kept else ', which misses the floor'}"
+            for x in forms[1:]
+            if x.ratio is not None
+        )
         left, choice = sum(group.gain_ms is None for group in groups), forms[0]
         if unquiet and near:
             choice, why = best, f"not measured and not tuned: {unquiet}; begin again when nothing else runs"
