@@ -109,7 +109,7 @@ def narrow(num_classes: int = 10) -> nn.Module:
 
 
 def minimized(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
-    # Train by hand: the losses of the steps. Gradients of the last one are left.
+    # Take steps of an optimizer and return the loss of each; the gradients of the last step stay.
     losses = []
     for _ in range(steps):
         loss = loss_of()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -468,6 +468,19 @@ def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
                 consumed_as(inner, old, new)
             for value in graph.output:
                 value.name = new if value.name == old else value.name
+
+
+def without_identities(nodes: Iterable[onnx.NodeProto], kept: Collection[str]) -> list[onnx.NodeProto]:
+    # Nodes in topological order but for those Identity operations whose result is not among `kept`; in place.
+    before, left = dict[str, str](), list[onnx.NodeProto]()
+    for node in nodes:
+        for name in before.keys() & set(inputs_of(node)):
+            consumed_as(node, name, before[name])
+        if node.op_type == "Identity" and node.output[0] not in kept:
+            before[node.output[0]] = node.input[0]
+        else:
+            left.append(node)
+    return left
 
 
 def opset_of(proto: onnx.ModelProto) -> int:

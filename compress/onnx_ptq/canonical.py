@@ -1,9 +1,9 @@
 """Rewrites a float ONNX graph, in place and without changing what it computes, so that its layers can be quantized.
 
 - local functions are inlined, and nodes without a name get one;
-- Identity operations are left out;
 - the opset is raised to the one that Q/DQ needs;
 - operators that ONNX Runtime's optimizers fuse are written in ONNX's own: no other engine knows them;
+- Identity operations are left out;
 - an Einsum that is a product of two matrices is a MatMul, and an Attention is its two products and a Softmax;
 - BatchNorm is folded into the layer before it, also where it is spelled as a product and a sum of constants, and a
   constant that is added to a convolution becomes its bias;
@@ -45,8 +45,10 @@ from compress.onnx_graph import (
     inferred_graph,
     opset_of,
     replace_attributes,
+    replace_nodes,
     tensors_of,
     transposed_pads,
+    without_identities,
     without_weights,
 )
 from compress.onnx_ptq.source import FloatSession, Index, SourceFile, images_of, known_results, one_image, raised
@@ -256,20 +258,12 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 def drop_identities(source: SourceFile) -> int:
     # Between a layer and what follows it they hide what can be folded and what engines fuse; so does an unread reader.
-    drop_unread(source.proto.graph)
-    index, kept = Index(source), list[onnx.NodeProto]()
-    results = {value.name for value in index.graph.output}
-    for node in index.graph.node:
-        if node.op_type != "Identity" or node.output[0] in results:
-            kept.append(node)
-            continue
-        readers = index.consumers.pop(node.output[0], [])
-        for reader in readers:
-            consumed_as(reader, node.output[0], node.input[0])
-        index.consumers.setdefault(node.input[0], []).extend(readers)
-    count = len(index.graph.node) - len(kept)
+    graph = source.proto.graph
+    drop_unread(graph)
+    kept = without_identities(graph.node, {value.name for value in graph.output})
+    count = len(graph.node) - len(kept)
     if count:
-        index.replace_nodes(kept)
+        replace_nodes(graph, kept)
     return count
 
 

@@ -20,7 +20,7 @@ from onnx import helper, inliner
 from compress.errors import QuantizationError
 from compress.export.names import TARGET_KEY, added_tensor
 from compress.graph.ops import onnx_operators
-from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of, rename
+from compress.onnx_graph import PASSES, attribute, drop_unread, inputs_of, rename, without_identities
 from compress.onnx_ptq.canonical import copied, name_nodes
 from compress.onnx_ptq.source import QUANTIZED, Index, SourceFile, check_float, load_source
 from compress.onnx_ptq.write import other_file, save_model
@@ -398,14 +398,8 @@ class _Lifting:
     def _without_identities(self) -> None:
         """Remove the Identity nodes that lifting left, but those that write a result of the graph."""
         captured = {name for node in self.nodes for name in set(inputs_of(node)) - set(node.input)}
-        anchored, source, kept = captured | self.index.outputs, dict[str, str](), []
-        for node in self.nodes:
-            for i, name in enumerate(node.input):
-                node.input[i] = source.get(name, name)
-            if node.op_type == "Identity" and node.output[0] not in anchored:
-                source[node.output[0]] = node.input[0]
-            else:
-                kept.append(node)
+        anchored = captured | self.index.outputs
+        kept = without_identities(self.nodes, anchored)
         made = {name for node in kept for name in node.output}
         results = {
             node.input[0]: node.output[0]

@@ -343,9 +343,8 @@ def prune_channels(
         model.eval()
         macs, parameters = _macs(model, inputs), _parameters(model)
         found = shrinkable(model, inputs, stays=lambda layer: left_dense(layer, spec))
-        removed = _chosen(model, found, inputs, (1 - ratio) * macs, spec, progress)
+        removed, after = _chosen(model, found, inputs, macs, ratio, spec, progress)
         remove_channels(model, found.axes, removed)
-        after = _macs(model, inputs)
     rows = tuple(
         ChannelRow(layer=path, before=before[path], after=shape, reason=found.left.get(path, ""))
         for path, shape in _shapes(model).items()
@@ -364,14 +363,14 @@ def _chosen(
     model: nn.Module,
     found: Shrinkable,
     inputs: tuple[Tensor, ...],
-    target: float,
+    macs: int,
+    share: float,
     spec: SparsitySpec,
     progress: Progress,
-) -> list[int]:
-    # Bisects for the share of each group's channels whose removal leaves the macs nearest to `target`.
+) -> tuple[list[int], int]:
+    # Bisects for the part of each group's channels whose removal takes the share of the macs; with the macs left.
     weakest = _weakest_first(model, found, MULTIPLE if spec.kernels == "tensorrt" else 1)
-    macs = _macs(model, inputs)
-    low, high, nearest = 0.0, LARGEST, macs
+    low, high, nearest, target = 0.0, LARGEST, macs, (1 - share) * macs
     chosen: list[int] = []
     progress.start("prune channels", TRIALS)
     for _ in range(TRIALS):
@@ -392,7 +391,7 @@ def _chosen(
             f"{f' ({kept})' if kept else ''}; ask for another share, enable more layers, or set kernels to 'any', "
             "which rounds less"
         )
-    return chosen
+    return chosen, nearest
 
 
 def _staying(order: Sequence[int], ratio: float, step: int) -> int:
