@@ -2,15 +2,14 @@
 
 TensorRT 10 and 11 compute in the types that a file says. Every float tensor becomes float16 or bfloat16, with Casts at
 the borders of the operations that stay float32: those whose types the standard fixes, whose constants vanish, whose
-values end beyond the type or are too small for it, and which add up more than it holds. What values there are is known
-from `Ranges`, measured on images; without them, operators that are known to overflow stay float32.
+values end beyond the type or are too small for it, and which add up more than it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -138,7 +137,7 @@ class Casting:
         return dict.fromkeys(self.tensors, HALVES[self.precision])
 
     def notes(self) -> list[str]:
-        """Return a sentence for each kind of reason, with the operations that it keeps in float32 and its price."""
+        """Return a sentence for each kind of reason, with its operations and price."""
         groups: dict[str, list[Kept]] = {}
         for row in self.kept:
             groups.setdefault(row.reason.partition(":")[0], []).append(row)
@@ -166,7 +165,7 @@ class Ranges:
         self.largest: dict[str, float] = {}
         self.highest: dict[str, float] = {}
         self.inner: dict[str, float] = {}
-        self._power: dict[str, float] = {}
+        self._power: dict[str, tuple[float, float]] = {}  # of the tensor, and of what rounding adds
         self._dtype = helper.tensor_dtype_to_np_dtype(HALVES[precision])
         self._readers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
@@ -175,23 +174,24 @@ class Ranges:
         self._axes = {tensor.name: tensor for tensor in graph.initializer}
 
     def add(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Take the values of tensors, by name; those of other types are left out."""
+        """Take values of float32 tensors, by name."""
         for name, value in values.items():
             x = np.asarray(value)
             if x.dtype != np.float32 or not x.size:
                 continue
-            finite = x[np.isfinite(x)]
-            self.largest[name] = max(self.largest.get(name, 0.0), float(np.abs(finite).max(initial=0.0)))
+            finite = _finite(x)
+            largest, signal, noise = _loss(finite, self._dtype)
+            self.largest[name] = max(self.largest.get(name, 0.0), largest)
             self.highest[name] = max(self.highest.get(name, -np.inf), float(finite.max(initial=-np.inf)))
-            for key, part in (("signal", finite), ("noise", finite - _rounded(finite, self._dtype))):
-                self._power[f"{key} {name}"] = self._power.get(f"{key} {name}", 0.0) + _power(part)
+            before = self._power.get(name, (0.0, 0.0))
+            self._power[name] = before[0] + signal, before[1] + noise
             for node in self._readers.get(name, ()):
                 result = node.output[0]
                 self.inner[result] = max(self.inner.get(result, 0.0), self._inner(node, x))
 
     def db(self, name: str) -> float:
         """Return the signal to noise that rounding leaves of a tensor; infinite where nothing is lost."""
-        return decibel(self._power[f"signal {name}"], self._power[f"noise {name}"])
+        return decibel(*self._power[name])
 
     def _inner(self, node: onnx.NodeProto, x: NDArray[Any]) -> float:
         axes = self._axes_of(node, x.ndim)
@@ -215,6 +215,16 @@ class Ranges:
         return tuple(range(rank)) if not given else tuple(sorted({int(axis) % rank for axis in given}))
 
 
+class Weights:
+    """Constants of a model, all in the model itself."""
+
+    def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:
+        return numpy_helper.to_array(tensor)
+
+    def tensor(self, array: NDArray[Any], name: str) -> onnx.TensorProto:
+        return numpy_helper.from_array(array, name)
+
+
 def cast_model(
     proto: onnx.ModelProto,
     precision: str,
@@ -223,21 +233,21 @@ def cast_model(
     ranges: Ranges | None = None,
     keep: Mapping[str, str] | None = None,
     keep_io_types: bool = True,
-    array: Callable[[onnx.TensorProto], NDArray[Any]] = numpy_helper.to_array,
+    weights: Weights | None = None,
 ) -> Casting:
     """Write the float32 tensors of a graph in half precision, in place.
 
     `types` are of tensors beside those that inference finds; without `ranges`, operators that are known to overflow
     stay float32; `keep` has the reasons of nodes that stay float32, by name. Without `keep_io_types` inputs and outputs
-    are halved where their consumers are. `array` reads a constant, from another file too.
+    are halved where their consumers are. `weights` reads and makes constants; None = all are in the model.
     """
-    caster = _Caster(proto, precision, {**(types or {}), **types_of(proto)}, ranges, array)
+    caster = _Caster(proto, precision, {**(types or {}), **types_of(proto)}, ranges, weights or Weights())
     caster.choose(keep or {})
     return _Rewriting(caster, keep_io_types).done()
 
 
 def types_of(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return the types of the tensors of a graph, as far as it says them or they can be inferred."""
+    """Return the types of tensors that a graph says or inference finds."""
     model = without_weights(proto)
     model.graph.value_info.extend(proto.graph.value_info)
     with contextlib.suppress(Exception):  # such as a loop whose sizes contradict each other: what the file says remains
@@ -249,7 +259,7 @@ def types_of(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 class _Caster:
-    """Chooses the operations that stay float32, then rewrites the graph."""
+    """Chooses the operations that stay float32."""
 
     def __init__(
         self,
@@ -257,10 +267,10 @@ class _Caster:
         precision: str,
         types: Mapping[str, int],
         ranges: Ranges | None,
-        array: Callable[[onnx.TensorProto], NDArray[Any]],
+        weights: Weights,
     ) -> None:
         self.proto, self.graph, self.precision, self.types, self.ranges = proto, proto.graph, precision, types, ranges
-        self.array = array
+        self.weights, self.array = weights, weights.array
         self.dtype = HALVES[precision]
         self.numpy = helper.tensor_dtype_to_np_dtype(self.dtype)
         self.name = self.numpy.name
@@ -435,14 +445,13 @@ class _Caster:
         return f"a scale is zero or coarse in {self.name}: {name} holds {float(value.min()):.3g}"
 
     def _constant_reason(self, node: onnx.NodeProto, k: int, name: str, value: NDArray[Any]) -> str:
-        finite = value[np.isfinite(value)]
-        largest = float(np.abs(finite).max(initial=0.0))
+        largest, signal, noise = _loss(_finite(value), self.numpy)
         if largest > self.largest:
             bound = node.op_type in _BOUNDS and (k > 0 or node.op_type != "Clip")
             if bound or self._may_be_mask(node):
                 return ""
             return f"a constant is beyond {self.name}: {name} holds {largest:.3g}"
-        db = decibel(_power(finite), _power(finite - _rounded(finite, self.numpy)))
+        db = decibel(signal, noise)
         if db >= LOSS_DB[self.precision] or k in _BIASES.get(node.op_type, ()):
             return ""
         if node.op_type in {"Add", "Sub"} and not self._divided(node):
@@ -665,7 +674,7 @@ class _Rewriting:
         chosen = self.chosen
         value = np.asarray(chosen.array(chosen.constants[name]), np.float32)
         bound = chosen.largest if node.op_type in _BOUNDS else _MASK
-        largest = float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
+        largest = float(np.abs(_finite(value)).max(initial=0.0))
         if largest > chosen.largest:
             value = np.where(np.isfinite(value), np.clip(value, -bound, bound), value)
         else:
@@ -675,7 +684,7 @@ class _Rewriting:
             tensor = chosen.initializers.get(name)
             alone = tensor is not None and name not in chosen.captured | chosen.outputs and self._all_half(name)
             made = name if alone and not bound else self._free(name, True)
-            new = numpy_helper.from_array(np.ascontiguousarray(value.astype(chosen.numpy)).reshape(value.shape), made)
+            new = chosen.weights.tensor(np.ascontiguousarray(value.astype(chosen.numpy)).reshape(value.shape), made)
             if made == name and tensor is not None:
                 tensor.CopyFrom(new)
             else:
@@ -725,9 +734,11 @@ def widened(proto: onnx.ModelProto, types: Mapping[str, int] | None = None) -> o
     model.CopyFrom(proto)
     nodes: list[onnx.NodeProto] = []
     for tensor in model.graph.initializer:
-        if tensor.data_type in _HALF_TYPES and len(tensor.raw_data) <= SMALL_CONSTANT:
+        if tensor.data_type not in _HALF_TYPES:
+            continue
+        if len(tensor.raw_data) <= SMALL_CONSTANT and not tensor.external_data:
             tensor.CopyFrom(_wide(tensor))
-        elif tensor.data_type in _HALF_TYPES:  # widened when it is read, so that it is in memory once
+        else:  # widened when it is read, so that it is in memory once
             name, tensor.name = tensor.name, added_tensor(tensor.name, "half")
             nodes.append(helper.make_node("Cast", [tensor.name], [name], to=_FLOAT))
     for value in model.graph.input:
@@ -785,5 +796,22 @@ def _rounded(x: NDArray[Any], dtype: Any) -> NDArray[Any]:
         return x.astype(dtype).astype(np.float32)
 
 
-def _power(x: NDArray[Any]) -> float:
-    return float(np.square(x, dtype=np.float64).sum())
+def _finite(x: NDArray[Any]) -> NDArray[Any]:
+    finite = np.isfinite(x)
+    return x if finite.all() else x[finite]
+
+
+# Elements that are rounded at a time: their copies stay in the cache.
+_PIECE = 1 << 15
+
+
+def _loss(x: NDArray[Any], dtype: Any) -> tuple[float, float, float]:
+    """Return the largest magnitude of finite values, their sum of squares, and that of what rounding changes."""
+    largest = signal = noise = 0.0
+    flat = x.reshape(-1)
+    for start in range(0, flat.size, _PIECE):
+        part = flat[start : start + _PIECE]
+        largest = max(largest, float(np.abs(part).max(initial=0.0)))
+        signal += float(np.square(part, dtype=np.float64).sum())  # a product would wait for other threads
+        noise += float(np.square(part - _rounded(part, dtype), dtype=np.float64).sum())
+    return largest, signal, noise

@@ -18,6 +18,7 @@ from compress.onnx_graph import opset_of
 from compress.onnx_ptq.canonical import copied, name_nodes, open_fused, shape_outputs
 from compress.onnx_ptq.source import (
     FloatSession,
+    MadeWeights,
     SourceFile,
     check_bounds,
     elements,
@@ -103,7 +104,7 @@ def cast_onnx(
         check_bounds(source, data[0])
     source, notes = _with_opset(source, precision)
     shape_outputs(source, data[0] if data else None)
-    source, casting, db, lost = cast_source(source, precision, data, keep_io_types=keep_io_types)
+    source, casting, db, lost = cast_source(source, precision, data, beside=target, keep_io_types=keep_io_types)
     if not casting.nodes:
         why = "; ".join(casting.notes()[:3]) or "it holds no float32 operation"
         raise QuantizationError(f"{path}: nothing can be written in {precision}: {why}")
@@ -146,26 +147,24 @@ def _is_quantized(source: SourceFile) -> bool:
 
 
 def cast_source(
-    source: SourceFile, precision: str, data: list[Arrays] | None, *, keep_io_types: bool = True
+    source: SourceFile, precision: str, data: list[Arrays] | None, *, beside: Path, keep_io_types: bool = True
 ) -> tuple[SourceFile, Casting, float | None, list[str]]:
     """Return a model in half precision, what it became, its signal to noise, and where most of that is lost.
 
     Where the outputs are further from float32 than `GOAL_DB`, the operations at which most is lost stay float32 too.
     """
     if not data:
-        made, casting = _cast(source, precision, keep_io_types=keep_io_types)
+        made, casting = _cast(source, precision, beside=beside, keep_io_types=keep_io_types)
         return made, casting, None, []
     _, shapes, types = inferred(source, data[0])
     tensors = _float_tensors(source, types)
     ranges = Ranges(source.proto.graph, precision)
     for part in parts_in_memory(tensors, lambda name: 4 * elements(shapes.get(name))):
-        session = FloatSession(source, part, plain=True)
-        for feed in data:
-            ranges.add(session.run(feed))
+        _measure(ranges, FloatSession(source, part, plain=True), data)  # one session is in memory
     names = [name for name in known_results(source) if types.get(name) == onnx.TensorProto.FLOAT]
     exact = FloatSession(source, names, plain=True).run(data[0])  # before another graph is in memory
     goal = -np.inf if _is_quantized(source) else GOAL_DB[precision]  # there a step of a quantizer decides, not rounding
-    options: dict[str, Any] = {"types": types, "ranges": ranges, "keep_io_types": keep_io_types}
+    options: dict[str, Any] = {"types": types, "ranges": ranges, "keep_io_types": keep_io_types, "beside": beside}
     made, casting = _cast(source, precision, **options)
     db = _distance(exact, made, casting, data[0])
     keep: dict[str, str] = {}
@@ -178,17 +177,24 @@ def cast_source(
         gained = _distance(exact, again, other, data[0])
         if not worst or gained is None or gained < db + 3:
             break
+        del again  # its weights
         keep |= dict.fromkeys(worst, f"with these the outputs have {gained:.0f} instead of {db:.0f} dB")
         made, casting = _cast(source, precision, keep=keep, **options)
         db = gained
     return made, casting, db, worst[:4]
 
 
+def _measure(ranges: Ranges, session: FloatSession, data: list[Arrays]) -> None:
+    for feed in data:
+        ranges.add(session.run(feed))
+
+
 def _cast(
-    source: SourceFile, precision: str, *, keep: Mapping[str, str] | None = None, **options: Any
+    source: SourceFile, precision: str, *, beside: Path, keep: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[SourceFile, Casting]:
-    made = replace(source, proto=copied(source))
-    return made, cast_model(made.proto, precision, keep=keep, array=source.array, **options)
+    weights = MadeWeights(beside) if source.external else None  # large: what is computed of them goes to a file too
+    made = replace(source, proto=copied(source), made=weights)
+    return made, cast_model(made.proto, precision, keep=keep, weights=made, **options)
 
 
 def _float_tensors(source: SourceFile, types: Mapping[str, int]) -> list[str]:

@@ -236,7 +236,7 @@ def _quantized(
     if fine_tuned is None and not improved.later and spec.bias_correction == "auto":
         notes += correct_biases(look, index, reading, placement, calibration.amax)
     insert_pairs(index, types, reading, placement, calibration.amax, precision=precision)
-    source, types, casting = _with_remainder(source, types, precision, seen)
+    source, types, casting = _with_remainder(source, types, precision, seen, target)
     _finish(source, types, spec.only_target)
     notes += [*improved.notes, *(casting.notes() if casting else ())]
     path = save_model(source, target, spec.only_target)
@@ -246,12 +246,12 @@ def _quantized(
 
 
 def _with_remainder(
-    source: SourceFile, types: Types, precision: str, data: list[Arrays]
+    source: SourceFile, types: Types, precision: str, data: list[Arrays], beside: Path
 ) -> tuple[SourceFile, Types, Casting | None]:
     """Return a quantized graph with its float part in a precision, its types, and what stays float32."""
     if precision == "fp32":
         return source, types, None
-    source, casting, *_ = cast_source(source, precision, data)
+    source, casting, *_ = cast_source(source, precision, data, beside=beside)
     return source, types | casting.types | types_of(source.proto), casting
 
 

@@ -9,6 +9,7 @@ measured.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -38,6 +39,7 @@ from compress.errors import (
     first_few,
     near_misses,
 )
+from compress.export.casting import Weights
 from compress.files import path_of
 from compress.graph.inputs import as_array, batch_inputs
 from compress.onnx_graph import (
@@ -62,6 +64,9 @@ from compress.support.process import thread_count
 
 # Opsets that are read.
 OLDEST, NEWEST = 6, 25
+
+# Bytes at whose multiples weights begin in files: pages.
+ALIGNED = 4096
 
 # Elements of the largest tensor that is taken for real, 8 GB in float32.
 MOST_ELEMENTS = 1 << 31
@@ -106,8 +111,29 @@ QUANTIZED = frozenset(
 _ASIDE = "compress.aside"
 
 
+class MadeWeights:
+    """Weights in a temporary file beside `path`: a session maps them."""
+
+    def __init__(self, path: Path) -> None:
+        folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+        self._file = tempfile.NamedTemporaryFile(prefix=".", suffix=".part", dir=folder)  # noqa: SIM115 (ends with this object)
+        self.path = Path(self._file.name)
+
+    def add(self, tensor: onnx.TensorProto) -> None:
+        """Move the data of a tensor to the file, if they are large."""
+        if (length := len(tensor.raw_data)) > SMALL_CONSTANT:
+            offset = self._file.seek(-(-self._file.tell() // ALIGNED) * ALIGNED)
+            self._file.write(tensor.raw_data)
+            self._file.flush()
+            external_data_helper.set_external_data(tensor, self.path.name, offset=offset, length=length)
+            tensor.ClearField("raw_data")
+
+    def __contains__(self, tensor: onnx.TensorProto) -> bool:
+        return any(one.value == self.path.name for one in tensor.external_data)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SourceFile:
+class SourceFile(Weights):
     """A float ONNX file.
 
     Attributes:
@@ -115,6 +141,7 @@ class SourceFile:
         notes: what was mended on reading, a sentence each.
         ops: libraries of operators for ONNX Runtime, which the file needs beside the standard ones.
         apart: results of an image do not depend on the others of its batch.
+        made: weights of `proto` that were computed, if they are large.
     """
 
     path: Path
@@ -123,27 +150,38 @@ class SourceFile:
     notes: tuple[str, ...] = ()
     ops: tuple[Path, ...] = ()
     apart: bool = True
+    made: MadeWeights | None = None
 
     @property
     def folder(self) -> Path:
         return self.path.parent
 
     def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:
-        """Return the value of a tensor, also from the file that holds its external data."""
-        with library_errors(
-            QuantizationError,
-            f"{self.path}: the data of {tensor.name!r} cannot be read (",
-            "); weights in other files must be whole and in the model's folder",
-        ):
+        with self._reading(tensor):
             return numpy_helper.to_array(self.whole(tensor))
+
+    def tensor(self, array: NDArray[Any], name: str) -> onnx.TensorProto:
+        tensor = super().tensor(array, name)
+        if self.made is not None:
+            self.made.add(tensor)
+        return tensor
 
     def whole(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
         if not external_data_helper.uses_external_data(tensor):
             return tensor
         whole = onnx.TensorProto()
         whole.CopyFrom(tensor)
-        external_data_helper.load_external_data_for_tensor(whole, str(self.folder))
+        folder = self.made.path.parent if self.made is not None and tensor in self.made else self.folder
+        with self._reading(tensor):
+            external_data_helper.load_external_data_for_tensor(whole, str(folder))
         return whole
+
+    def _reading(self, tensor: onnx.TensorProto) -> contextlib.AbstractContextManager[None]:
+        return library_errors(
+            QuantizationError,
+            f"{self.path}: the data of {tensor.name!r} cannot be read (",
+            "); weights in other files must be whole and in the model's folder",
+        )
 
 
 def load_source(path: Path | str, *, quantized: bool = False, ops: Iterable[Path | str] = ()) -> SourceFile:
@@ -417,12 +455,12 @@ class FloatSession:
         inputs = {value.name for value in source.proto.graph.input}
         self.given = [name for name in tensors if name in inputs]
         self.computed = [name for name in tensors if name not in inputs]
-        proto, weights = _with_results(source.proto, self.computed)
+        proto, weights = _with_results(source, self.computed)
         self._reads = {value.name for value in proto.graph.input}
         self._session, self.ops = None, source.ops
         if not self.computed:
             return
-        options = session_options(source.folder, threads, source.ops)
+        options = session_options(source.made.path.parent if source.made else source.folder, threads, source.ops)
         if plain:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # a copy of every weight, for few runs
@@ -449,10 +487,10 @@ def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
         return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
+def _with_results(source: SourceFile, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
     """Return a copy whose results are other tensors, with only the nodes that they depend on, and its weights."""
     # The session reads large weights where they are: to write and read them takes longer than to make a session.
-    wanted, kept = set(names), []
+    proto, wanted, kept = source.proto, set(names), []
     for node in reversed(proto.graph.node):
         if wanted.intersection(node.output):
             kept.append(node)
@@ -465,7 +503,7 @@ def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.Mo
     for tensor in proto.graph.initializer:
         if tensor.name not in wanted:
             continue
-        array = _plain_array(tensor)
+        array = _plain_array(source, tensor)
         if array is None:
             copy.graph.initializer.append(tensor)
             continue
@@ -479,9 +517,11 @@ def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.Mo
     return copy, weights
 
 
-def _plain_array(tensor: onnx.TensorProto) -> NDArray[Any] | None:
-    """Return the value of a large weight that numpy has a type for; None for all others."""
+def _plain_array(source: SourceFile, tensor: onnx.TensorProto) -> NDArray[Any] | None:
+    """Return a large weight that is given by name, or None."""
     raw = tensor.raw_data
+    if source.made is not None and external_data_helper.uses_external_data(tensor) and tensor not in source.made:
+        return source.array(tensor)  # a session knows one folder
     if len(raw) <= _SMALL or tensor.data_type not in _PLAIN:
         return None
     return np.frombuffer(raw, helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))

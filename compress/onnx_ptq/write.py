@@ -39,7 +39,7 @@ from compress.onnx_graph import (
     write_model,
 )
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
-from compress.onnx_ptq.source import Index, SourceFile, Types, session_options, unknown_to_runtime
+from compress.onnx_ptq.source import ALIGNED, Index, SourceFile, Types, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 from compress.support.libraries import import_library, library_errors
@@ -207,7 +207,6 @@ def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor
 _LARGEST = (1 << 31) - (1 << 20)
 # Bytes of tensors that always stay in the model itself: shapes, axes, scales.
 _INSIDE = 1024
-_ALIGNED = 4096
 
 
 def other_file(path: Path, out: Path | str | None, ending: str, kind: str = "float") -> Path:
@@ -285,10 +284,8 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
                 outside = external_data_helper.uses_external_data(tensor)
                 if not outside and len(tensor.raw_data) <= _INSIDE:
                     continue
-                if outside:
-                    source.array(tensor)  # refuses data that are missing
                 raw = source.whole(tensor).raw_data
-                file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
+                file.seek(-(-file.tell() // ALIGNED) * ALIGNED)
                 offset = file.tell()
                 file.write(raw)
                 tensor.raw_data = b"\0"

@@ -107,6 +107,38 @@ def test_networks_have_no_product_in_float32(tmp_path, network, size, precision)
         assert sqnr(results(file, x)[0], results(done.path, x)[0]) > 50
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_large_weights_stay_beside_the_file(tmp_path, precision):
+    side = 160
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["a"], name="first"),
+        helper.make_node("MatMul", ["a", "tiny"], ["b"], name="second"),  # too small for float16
+        helper.make_node("MatMul", ["b", "w1"], ["y"], name="third"),
+    ]
+    constants = {
+        "w0": weights(side, side),
+        "tiny": np.float32(1e-6) * weights(side, side),
+        "w1": weights(side, side, seed=1),
+    }
+    model = model_of(nodes, constants, shape=("n", side), rank=2)
+    whole, apart = saved(model, tmp_path / "whole.onnx"), tmp_path / "apart" / "float.onnx"
+    apart.parent.mkdir()
+    onnx.save_model(model, apart, save_as_external_data=True, location="float.data", size_threshold=0)
+    x = np.random.default_rng(0).standard_normal((4, side)).astype(np.float32)
+    made = [
+        compress.cast_onnx(path, tmp_path / f"made{i}" / "half.onnx", precision=precision, batches=[x])
+        for i, path in enumerate((whole, apart))
+    ]
+    assert sorted(path.name for path in made[1].path.parent.iterdir()) == ["half.onnx", "half.onnx.data"]
+    assert sorted(path.name for path in apart.parent.iterdir()) == ["float.data", "float.onnx"]
+    assert list(kept(made[0])) == {"fp16": ["second", "third"], "bf16": []}[precision]
+    assert kept(made[0]) == kept(made[1]) and made[0].sqnr_db == made[1].sqnr_db
+    first, second = (onnx.load(one.path).graph.initializer for one in made)
+    assert {(t.name, t.data_type, t.raw_data) for t in first} == {(t.name, t.data_type, t.raw_data) for t in second}
+    judged = [compress.check_onnx(whole, one.path, x, target="tensorrt") for one in made]  # as the files say
+    assert judged[0] == judged[1] and judged[0].written_db > 30
+
+
 def test_inputs_and_outputs_keep_their_types_unless_told(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx")
     for keep, dtype in ((True, TensorProto.FLOAT), (False, TensorProto.FLOAT16)):
