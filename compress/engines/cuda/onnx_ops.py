@@ -163,9 +163,54 @@ def _gather_elements(attributes: Attributes, x: Tensor, places: Tensor) -> Tenso
 
 
 def _gather_nd(attributes: Attributes, x: Tensor, places: Tensor) -> Tensor:
-    if attributes.get("batch_dims", 0):
-        raise EngineError("GatherND with batch_dims is not supported; run the file with 'onnxruntime'")
-    return x[tuple(places.to(x.device).unbind(-1))]
+    places, shared = places.to(x.device), int(attributes.get("batch_dims", 0))
+    if not shared:
+        return x[tuple(places.unbind(-1))]
+    rows, places = x.flatten(0, shared - 1), places.flatten(0, shared - 1)
+    number = torch.arange(len(rows), device=x.device).reshape(-1, *(1,) * (places.dim() - 2))
+    found = rows[(number.expand(places.shape[:-1]), *places.unbind(-1))]
+    return found.reshape(*x.shape[:shared], *found.shape[1:])
+
+
+_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+def _scattered(attributes: Attributes, x: Tensor, axis: int, places: Tensor, updates: Tensor) -> Tensor:
+    x, places, updates = x.to(updates.device), places.to(updates.device), updates.to(x.dtype)
+    how = attributes.get("reduction", "none")
+    if how == "none":
+        return x.scatter(axis, places, updates)
+    return x.scatter_reduce(axis, places, updates, _REDUCTIONS[how])
+
+
+def _scatter_elements(attributes: Attributes, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", 0)) % x.dim()
+    return _scattered(attributes, x, axis, torch.where(places < 0, places + x.shape[axis], places), updates)
+
+
+def _scatter_nd(attributes: Attributes, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
+    depth, row = places.shape[-1], torch.zeros(places.shape[:-1], dtype=torch.int64, device=places.device)
+    for i, size in enumerate(x.shape[:depth]):
+        row = row * size + places[..., i].remainder(size)
+    width = math.prod(x.shape[depth:])
+    new = updates.reshape(row.numel(), width)
+    rows = x.reshape(math.prod(x.shape[:depth]), width)
+    return _scattered(attributes, rows, 0, row.reshape(-1, 1).expand(new.shape), new).reshape(x.shape)
+
+
+def _grid_sample(attributes: Attributes, x: Tensor, grid: Tensor) -> Tensor:
+    mode = str(attributes.get("mode", "linear"))
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    if mode == "bicubic" and x.dim() > 4:
+        raise EngineError("a cubic GridSample of volumes is not supported; run the file with 'onnxruntime'")
+    wide = torch.promote_types(x.dtype, torch.float32)  # places of a large image need more than half precision
+    edges, corners = attributes.get("padding_mode", "zeros"), bool(attributes.get("align_corners", 0))
+    return F.grid_sample(x.to(wide), grid.to(wide), mode, edges, corners).to(x.dtype)
+
+
+def _affine_grid(attributes: Attributes, theta: Tensor, size: Tensor) -> Tensor:
+    shape = [int(n) for n in numbers(size, of="the size of an AffineGrid")]
+    return F.affine_grid(theta, shape, bool(attributes.get("align_corners", 0)))
 
 
 def _expand(attributes: Attributes, x: Tensor, target: Tensor | None = None) -> Tensor:
@@ -352,19 +397,49 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 def _arg(function: Callable[..., Tensor]) -> Operation:
     def run(attributes: Attributes, x: Tensor) -> Tensor:
+        axis, keep = int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1))
         if attributes.get("select_last_index", 0):
-            raise EngineError(
-                "ArgMax and ArgMin with select_last_index are not supported; run the file with 'onnxruntime'"
-            )
-        return function(x, int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1)))
+            return x.shape[axis] - 1 - function(x.flip(axis), axis, keep)
+        return function(x, axis, keep)
 
     return run
 
 
 def _cumulative_sum(attributes: Attributes, x: Tensor, axis: Tensor) -> Tensor:
-    if attributes.get("exclusive", 0) or attributes.get("reverse", 0):
-        raise EngineError("CumSum that is exclusive or reversed is not supported; run the file with 'onnxruntime'")
-    return x.cumsum(int(axis.item()))
+    place = int(axis.item())
+    x = x.flip(place) if attributes.get("reverse", 0) else x
+    found = x.cumsum(place, dtype=x.dtype) - (x if attributes.get("exclusive", 0) else 0)
+    return found.flip(place) if attributes.get("reverse", 0) else found
+
+
+def _root_mean_square_norm(attributes: Attributes, x: Tensor, scale: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", -1)) % x.dim()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    power = wide.square().mean(list(range(axis, x.dim())), keepdim=True)
+    x, scale = alike((wide * torch.rsqrt(power + attributes.get("epsilon", 1e-5))).to(x.dtype), scale)
+    return x * scale
+
+
+def _mean_variance_norm(attributes: Attributes, x: Tensor) -> Tensor:
+    axes = [int(n) for n in attributes.get("axes", (0, 2, 3))]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(axes, keepdim=True)
+    return (centered / (centered.square().mean(axes, keepdim=True).sqrt() + 1e-9)).to(x.dtype)
+
+
+def _shrink(attributes: Attributes, x: Tensor) -> Tensor:
+    bias, limit = attributes.get("bias", 0.0), attributes.get("lambd", 0.5)
+    return torch.where(x < -limit, x + bias, torch.where(x > limit, x - bias, torch.zeros_like(x)))
+
+
+def _hardmax(attributes: Attributes, x: Tensor) -> Tensor:
+    axis = int(attributes.get("axis", -1))
+    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1)
+
+
+def _is_infinite(attributes: Attributes, x: Tensor) -> Tensor:
+    above, below = attributes.get("detect_positive", 1), attributes.get("detect_negative", 1)
+    return torch.isinf(x) & ((x > 0) & bool(above) | (x < 0) & bool(below))
 
 
 def _top_k(attributes: Attributes, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -577,6 +652,11 @@ OPERATIONS: dict[str, Operation] = {
             "Acos",
             "Asin",
             "Atan",
+            "Sinh",
+            "Cosh",
+            "Asinh",
+            "Acosh",
+            "Atanh",
             "Ceil",
             "Cos",
             "Erf",
@@ -611,7 +691,12 @@ OPERATIONS: dict[str, Operation] = {
     "Celu": lambda a, x: F.celu(x, a.get("alpha", 1.0)),
     "Selu": _selu,
     "Clip": _clip,
+    "ThresholdedRelu": lambda a, x: torch.where(x > a.get("alpha", 1.0), x, torch.zeros_like(x)),
+    "Shrink": _shrink,
+    "Swish": lambda a, x: x * torch.sigmoid(a.get("alpha", 1.0) * x),
+    "IsInf": _is_infinite,
     "Cast": _cast,
+    "CastLike": lambda a, x, y: x.to(y.dtype),
     "Where": _where,
     "Add": _binary(torch.add),
     "Sub": _binary(torch.sub),
@@ -630,8 +715,14 @@ OPERATIONS: dict[str, Operation] = {
     "Min": _variadic(torch.minimum),
     "Max": _variadic(torch.maximum),
     "Sum": _variadic(torch.add),
+    "Mean": lambda a, *inputs: _variadic(torch.add)(a, *inputs) / len(inputs),
+    "BitwiseAnd": _binary(torch.bitwise_and),
+    "BitwiseOr": _binary(torch.bitwise_or),
+    "BitwiseXor": _binary(torch.bitwise_xor),
+    "BitwiseNot": _unary(torch.bitwise_not),
     "Softmax": _softmax(lambda x, axis: F.softmax(x, axis)),
     "LogSoftmax": _softmax(lambda x, axis: F.log_softmax(x, axis)),
+    "Hardmax": _hardmax,
     "ReduceMean": _reduce(mean_of),
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
@@ -640,6 +731,7 @@ OPERATIONS: dict[str, Operation] = {
     "ReduceL1": _reduce(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
     "ReduceL2": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep).sqrt()),
     "ReduceSumSquare": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
+    "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep).log()),
     "ReduceLogSumExp": _reduce(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
     "ArgMax": _arg(torch.argmax),
     "ArgMin": _arg(torch.argmin),
@@ -655,6 +747,9 @@ OPERATIONS: dict[str, Operation] = {
     "GlobalAveragePool": lambda a, x: mean_of(x, list(range(2, x.dim())), True),
     "GlobalMaxPool": lambda a, x: x.amax(list(range(2, x.dim())), keepdim=True),
     "LayerNormalization": _layer_norm,
+    "RMSNormalization": _root_mean_square_norm,
+    "MeanVarianceNormalization": _mean_variance_norm,
+    "LpNormalization": lambda a, x: F.normalize(x, a.get("p", 2), int(a.get("axis", -1)), 1e-30),
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,
     "BatchNormalization": _batch_norm,
@@ -673,6 +768,11 @@ OPERATIONS: dict[str, Operation] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "GridSample": _grid_sample,
+    "AffineGrid": _affine_grid,
     "Expand": _expand,
     "Tile": _tile,
     "Pad": _pad,
@@ -704,6 +804,7 @@ _READ_BY_THE_HOST: dict[str, tuple[int, ...]] = {
     "Range": (0, 1, 2),
     "Trilu": (1,),
     "OneHot": (1,),
+    "AffineGrid": (1,),
 }
 
 

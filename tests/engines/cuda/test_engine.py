@@ -68,6 +68,46 @@ def test_what_moves_codes_is_recorded_and_fits_every_batch(tmp_path, move):
             np.testing.assert_allclose(result, expected, atol=0.02 * np.abs(expected).max())  # two steps of the grid
 
 
+def strongest(b, x):
+    # Channels, by image, of the largest means: (images, 2, 1).
+    means = b.op("ReduceMean", x, b.constant(np.array([2, 3])), keepdims=0)
+    return b.op("Unsqueeze", b.op("TopK", means, b.constant(np.array([2])), outputs=2)[1], b.constant(np.array([-1])))
+
+
+INDEXED = {
+    "GridSample": lambda b, x: b.op(
+        "GridSample", x, b.op("Transpose", b.op("Tanh", b.conv(x, 2)), perm=[0, 2, 3, 1]), align_corners=1
+    ),
+    "GatherND": lambda b, x: b.op("GatherND", x, strongest(b, x), batch_dims=1),
+    "ScatterElements": lambda b, x: b.op(
+        "ScatterElements", x, b.op("ArgMax", x, axis=1), b.op("ReduceMin", x, b.constant(np.array([1]))), axis=1
+    ),
+    "ScatterND": lambda b, x: b.op(
+        "ScatterND",
+        x,
+        b.constant(np.array([[0, 1], [0, 3]])),
+        b.constant(np.full((2, 6, 6), 0.5, np.float32)),
+        reduction="add",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_places_that_the_network_computes_fit_every_batch(tmp_path, kind):
+    b = Builder((3, 4, 6, 6))
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 4)))
+    y = b.quantize(INDEXED[kind](b, x))
+    path = b.save(tmp_path / "m.onnx", b.conv(y, 4), y)
+    device = {} if torch.cuda.is_available() else {"device": "cpu"}
+    session = open_session(path, optimize=False)
+    with build_engine(path, "cuda", tune="no", **device) as engine:
+        for count in (3, 1, 2):
+            found, expected = engine.run({"input": b.x[:count]}).values(), session.run(None, {"input": b.x[:count]})
+            for ours, theirs in zip(found, expected, strict=True):
+                assert np.std(theirs) > 0.1
+                np.testing.assert_allclose(ours, theirs, atol=0.03 * np.abs(theirs).max())
+
+
 def test_ranges_beyond_float16_are_said(tmp_path):
     b = Builder((2, 3, 6, 6))
     y = b.op("Mul", b.conv(b.quantize("input"), 4), b.constant(np.float32(1e6)))
