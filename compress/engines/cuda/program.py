@@ -415,6 +415,8 @@ def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> Flo
         if name in graph.constants
     }
 
+    fixed = {name: graph.constants[name].to(device) for name in graph.outputs if name in graph.constants}
+
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         values = {
             name: x.to(dtype) if x.is_floating_point() else x for name, x in zip(graph.inputs, inputs, strict=True)
@@ -422,6 +424,7 @@ def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> Flo
         for node in graph.nodes:
             given = [constants.get((node.name, i), values.get(name)) for i, name in enumerate(node.inputs)]
             values.update(zip(node.outputs, _results(node, given), strict=False))
+        values |= fixed
         return tuple(values[name].to(graph.dtypes[name]) for name in graph.outputs)
 
     return run

@@ -108,6 +108,22 @@ def test_places_that_the_network_computes_fit_every_batch(tmp_path, kind):
                 np.testing.assert_allclose(ours, theirs, atol=0.03 * np.abs(theirs).max())
 
 
+def test_outputs_that_follow_from_constants(tmp_path):
+    b = Builder((3, 4, 6, 6))
+    anchors = b.op(
+        "Slice",
+        b.constant(np.arange(12, dtype=np.float32).reshape(1, 12)),
+        *(b.constant(np.array([n])) for n in (2, 9, 1)),
+    )
+    levels = b.op("Relu", anchors)
+    path = b.save(tmp_path / "m.onnx", b.conv(b.quantize("input"), 4), anchors, levels, batch=None)
+    device = {} if torch.cuda.is_available() else {"device": "cpu"}
+    with build_engine(path, "cuda", tune="no", **device) as engine:
+        _, *found = engine.run({"input": b.x}).values()
+    for one in found:
+        np.testing.assert_array_equal(one, np.arange(2, 9, dtype=np.float32)[None])
+
+
 def test_ranges_beyond_float16_are_said(tmp_path):
     b = Builder((2, 3, 6, 6))
     y = b.op("Mul", b.conv(b.quantize("input"), 4), b.constant(np.float32(1e6)))

@@ -475,7 +475,7 @@ def lower(graph: Graph, dtype: torch.dtype = torch.float16) -> Plan:
     found = [step for name, step in by_node.items() if name not in view.absorbed]
     found += _dequantized(view, [step for step, _ in found])
     steps = tuple(_with_quantizer(view, step) for step, _ in sorted(found, key=lambda pair: pair[1]))
-    read = {name for step in steps for name in step.reads}
+    read = {*graph.outputs, *(name for step in steps for name in step.reads)}
     return Plan(
         steps=steps,
         tensors=_tensors(view, steps, dtype),
@@ -511,6 +511,7 @@ def _step_of(view: View, node: Node) -> Found:
 def _tensors(view: View, steps: Sequence[Step], dtype: torch.dtype) -> dict[str, PlanTensor]:
     border = {*view.graph.inputs, *view.graph.outputs}
     names = [name for step in steps for name in (*step.reads, *step.writes)]
+    names += [name for name in view.graph.outputs if name in view.graph.constants]
     found = {}
     for name in dict.fromkeys((*view.graph.inputs, *names)):
         own = view.graph.dtypes[name]
