@@ -241,8 +241,9 @@ def _pad(call: Call) -> Field:
     field, shape = call.field(0), call.result_shape()
     amounts = call.argument(1, "padding" if call.module is not None else "pad")
     pairs = (amounts,) * (2 * (len(shape) - 2)) if isinstance(amounts, int) else tuple(amounts)
-    modes = {"ReflectionPad2d": "reflect", "ReplicationPad2d": "replicate"}
-    mode = modes.get(call.function, "constant") if call.module is not None else call.argument(2, "mode", "constant")
+    modes = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
+    named = modes.get(call.function.partition("Pad")[0], "constant")
+    mode = named if call.module is not None else call.argument(2, "mode", "constant")
     windows = {
         len(shape) - 1 - i: Window((-pairs[2 * i],), (-pairs[2 * i],), 1)
         for i in range(len(pairs) // 2)

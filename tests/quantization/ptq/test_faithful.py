@@ -452,6 +452,7 @@ REFUSED = [
     (lambda: nn.Sequential(nn.DataParallel(network())), ModelError, "0 is a DataParallel.*put its .module in its"),
     (lambda: torch.compile(network()), ModelError, r"its \._orig_mod"),
     (lambda: torch.jit.trace(network(), X), ModelError, "scripted or traced from"),
+    (lambda: with_fc(torch.jit.trace(nn.Linear(8, 5), torch.ones(1, 8))), ModelError, "fc is a .*from in its place"),
     (
         lambda: torch.export.export(network().eval(), (X[:2],)).module(),
         ModelError,
