@@ -256,8 +256,8 @@ SHAPES = kinds(lambda t: t.category == "shape")
 
 Spelling = type[nn.Module] | Callable[..., object] | str
 
-# Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods. Operations
-# in place (`add_`, `F.elu_`) and torch's functions of a method's name (`torch.narrow`) follow from these.
+# Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods.
+# Operations in place (`add_`, `F.elu_`) and torch's functions of a method's name (`torch.narrow`) follow from these.
 SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d),
     "conv_transpose": (
@@ -456,6 +456,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(nn.CosineSimilarity, nn.PairwiseDistance, nn.Fold, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, nn.EmbeddingBag),
         *(F.cosine_similarity, F.pairwise_distance, F.fold, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.embedding_bag),
         *(F.embedding, F.one_hot, F.gumbel_softmax, F.softmin, nn.Softmin, nn.FractionalMaxPool2d, torch.meshgrid),
+        *(torch.var_mean, torch.std_mean),
         *(torch.view_as_complex, torch.view_as_real, torch.complex, torch.polar, torch.real, torch.imag),
         *("tril", "triu", "diag_embed", "diagonal", "diff", "cross", "take", "outer", "renorm", "trace", "index_fill"),
         *("masked_scatter", "masked_select"),
