@@ -556,7 +556,7 @@ def node_kind(node: fx.Node) -> str:
         module = node_module(node)
         return "quantizer" if getattr(module, "is_quantizer", False) else module_kind(module)
     if node.op == "call_method":
-        return _METHODS.get(out_of_place(node.target), "unknown")
+        return _METHODS.get(str(out_of_place(node.target)), "unknown")
     if node.target is getattr and len(node.args) > 1:
         return _ATTRIBUTES.get(str(node.args[1]), "getattr")
     if isinstance(node.target, type) and node.users and all(node_kind(user) == "output" for user in node.users):
@@ -567,8 +567,8 @@ def node_kind(node: fx.Node) -> str:
     return _FUNCTIONS.get(function) or method or _BY_NAME.get(name, "unknown")
 
 
-def out_of_place(target: Any) -> Any:
-    """The method or function of torch that returns what one with a name such as `add_` writes into its input."""
+def out_of_place(target: Callable[..., object] | str) -> Callable[..., object] | str:
+    # The method or function of torch that returns what one with a name such as `add_` writes into its input.
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     plain = name.removesuffix("_")
     if plain == name or plain.endswith("_"):
