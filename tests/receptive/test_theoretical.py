@@ -111,7 +111,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_of_functions_equal_the_support_of_the_gradient(name):
-    model = Net(lambda net, x: FIELDS[name](net.conv(x)), conv=nn.Conv2d(3, 6, 3)).eval()
+    model = Net(lambda net, x: net.f(net.conv(x)), conv=nn.Conv2d(3, 6, 3), f=FIELDS[name]).eval()
     row, image = table(model, 1, 3, 12, 12).rows[-1], torch.rand(1, 3, 12, 12, requires_grad=True)
     result = model(image)
     for unit in ((0, 0), (2, 7), (1, 9)):
