@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.graph.ops import kinds
+from compress.graph.ops import kinds, out_of_place
 from compress.graph.spelled import written_out
 from compress.receptive.fields import (
     IDENTITY,
@@ -287,7 +287,8 @@ def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     if call.module is not None:
         return call.module
     if call.node.op == "call_method":
-        method = {"view": "reshape", "view_as": "reshape_as"}.get(call.function, call.function)  # bounds are expanded
+        plain = str(out_of_place(call.function))  # bounds are expanded, and others read them
+        method = {"view": "reshape", "view_as": "reshape_as"}.get(plain, plain)
         return lambda x: getattr(x, method)(*others, **named)
     target: Callable[..., Any] = call.node.target  # type: ignore[assignment]
     return lambda x: target(x, *others, **named)
