@@ -50,8 +50,8 @@ def warn_of_resizes(proto: onnx.ModelProto) -> None:
 
 def holds_pairs(node: onnx.NodeProto) -> bool:
     """True for operations that move values, but through which OpenVINO (2026.4) moves no pair."""
-    dilated = any(step > 1 for step in attribute(node, "dilations", ()))
-    return node.op_type in {"SpaceToDepth", "GatherND"} or (node.op_type == "MaxPool" and dilated)
+    own = len(node.output) > 1 or any(step > 1 for step in attribute(node, "dilations", ()))  # its newer MaxPool
+    return node.op_type in {"SpaceToDepth", "GatherND"} or (node.op_type == "MaxPool" and own)
 
 
 @each_node

@@ -26,7 +26,7 @@ from compress.graph.functional import (
     products_to_linear,
 )
 from compress.graph.inputs import Inputs, as_inputs, copies_of
-from compress.graph.ops import SHAPES, node_kind, node_module, replace_node
+from compress.graph.ops import SHAPES, node_kind, node_module, out_of_place, replace_node
 from compress.graph.spelled import activations_in_one, open_einsums
 from compress.graph.trace import check_module, propagate_shapes, trace, unwrapped
 
@@ -35,7 +35,6 @@ _OVERWRITING: dict[Any, Any] = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
-    torch.relu_: torch.relu,
 }
 
 
@@ -81,13 +80,11 @@ def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:
         if getattr(module, "inplace", False):
             module.inplace = False  # type: ignore[assignment]
     elif node.op == "call_function":
-        node.target = _OVERWRITING.get(node.target, node.target)
+        node.target = _OVERWRITING.get(node.target) or out_of_place(node.target)
         if node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
     elif node.op == "call_method":
-        plain = str(node.target).removesuffix("_")
-        if plain != node.target and not plain.endswith("_") and hasattr(Tensor, plain):
-            node.target = plain
+        node.target = out_of_place(node.target)
 
 
 def _consumers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
@@ -184,6 +181,11 @@ def check_float_model(model: nn.Module) -> None:
         if isinstance(module, _PARALLEL):
             raise ModelError(
                 f"{name} is a {type(module).__name__}, which cannot be traced: put its .module in its place"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} is a {type(module).__name__}, which is not Python and cannot be copied and compared: put the "
+                "module that it was scripted or traced from in its place"
             )
         _check_hooks(name, module)
         _check_forward(name, module)

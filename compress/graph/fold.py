@@ -78,7 +78,7 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if calls.count(layer.target) != 1 or calls.count(norm.target) != 1:
         return None
     module = node_module(norm)
-    if type(module).forward not in {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward}:
+    if type(module).forward not in {nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward}:  # that of 1d and 3d is the first
         return None  # a subclass that does more than normalize (timm's BatchNormAct2d)
     return (layer, norm) if getattr(module, "running_mean", None) is not None else None
 

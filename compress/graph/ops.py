@@ -214,6 +214,9 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "search": Traits(category="lookup", data_inputs=MANY),  # where values are in a sorted row
         "scan": Traits(category="lookup", needs_float=True),  # sums, products or extremes up to each position
         "sort": Traits(category="lookup"),  # values of an axis in their order, all or some
+        "other": Traits(
+            category="lookup", data_inputs=MANY, needs_float=True
+        ),  # multiplies no matrices; no more is known
         "nms": Traits(category="lookup", data_inputs=2),  # which of some boxes are left
         "position_bias": Traits(category="lookup"),  # torchvision's Swin: biases of attention by relative position
         "shape": _SHAPE,
@@ -254,6 +257,7 @@ SHAPES = kinds(lambda t: t.category == "shape")
 Spelling = type[nn.Module] | Callable[..., object] | str
 
 # Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods.
+# Operations in place (`add_`, `F.elu_`) and torch's functions of a method's name (`torch.narrow`) follow from these.
 SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d),
     "conv_transpose": (
@@ -267,7 +271,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "attention": (nn.MultiheadAttention, F.scaled_dot_product_attention, F.multi_head_attention_forward),
     "contraction": (torch.tensordot, torch.inner, torch.mv, torch.dot, "inner", "mv", "dot"),
     "recurrent": (nn.RNNBase, nn.RNNCellBase),
-    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, F.batch_norm),
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, F.batch_norm),
     "layer_norm": (nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm),
     "group_norm": (nn.GroupNorm, F.group_norm),
     "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, F.instance_norm),
@@ -275,41 +279,41 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "normalize": (F.normalize,),
     "softmax": (nn.Softmax, nn.Softmax2d, F.softmax, torch.softmax, "softmax"),
     "log_softmax": (nn.LogSoftmax, F.log_softmax, torch.log_softmax, "log_softmax"),
-    "relu": (nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"),
+    "relu": (nn.ReLU, F.relu, torch.relu, "relu"),
     "relu6": (nn.ReLU6, F.relu6),
-    "clamp": (nn.Hardtanh, F.hardtanh, torch.clamp, torch.clip, "clamp", "clamp_", "clip"),
+    "clamp": (nn.Hardtanh, F.hardtanh, torch.clamp, torch.clip, "clamp", "clip"),
     "leaky_relu": (nn.LeakyReLU, nn.PReLU, nn.RReLU, F.leaky_relu, F.prelu),
     "silu": (nn.SiLU, F.silu),
     "gelu": (nn.GELU, F.gelu),
     "hardswish": (nn.Hardswish, F.hardswish),
     "hardsigmoid": (nn.Hardsigmoid, F.hardsigmoid),
-    "sigmoid": (nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_"),
-    "tanh": (nn.Tanh, torch.tanh, F.tanh, "tanh", "tanh_"),
+    "sigmoid": (nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid"),
+    "tanh": (nn.Tanh, torch.tanh, F.tanh, "tanh"),
     "elu": (nn.ELU, nn.CELU, nn.SELU, F.elu, F.selu, F.celu),
     "mish": (nn.Mish, F.mish),
     "glu": (nn.GLU, F.glu),
     "softplus": (nn.Softplus, F.softplus),
-    "add": (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__radd__"),
-    "sub": (operator.sub, operator.isub, torch.sub, torch.rsub, torch.subtract, "sub", "sub_", "subtract"),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"),
+    "add": (operator.add, operator.iadd, torch.add, "add", "__add__", "__radd__"),
+    "sub": (operator.sub, operator.isub, torch.sub, torch.rsub, torch.subtract, "sub", "subtract"),
+    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "multiply"),
     "div": (
         *(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide),
-        *("div", "div_", "divide", "true_divide"),
+        *("div", "divide", "true_divide"),
     ),
-    "neg": (operator.neg, torch.neg, "neg"),
+    "neg": (operator.neg, torch.neg, "neg", "negative"),
     "maximum": (torch.maximum, "maximum"),
     "minimum": (torch.minimum, "minimum"),
     "where": (torch.where, "where"),
-    "masked_fill": (torch.masked_fill, "masked_fill", "masked_fill_"),
+    "masked_fill": (torch.masked_fill, "masked_fill"),
     "pow": (operator.pow, torch.pow, "pow"),
     "square": (torch.square, "square"),
     "sqrt": (torch.sqrt, "sqrt"),
     "rsqrt": (torch.rsqrt, "rsqrt"),
     "exp": (torch.exp, "exp"),
-    "log": (torch.log, torch.log1p, "log", "log1p"),
+    "log": (torch.log, torch.log1p, "log", "log1p", "log2", "log10"),
     "sin": (torch.sin, "sin"),
     "cos": (torch.cos, "cos"),
-    "abs": (torch.abs, operator.abs, "abs", "abs_"),
+    "abs": (torch.abs, operator.abs, "abs", "absolute"),
     "round": (
         *(torch.round, torch.floor, torch.ceil, torch.trunc, torch.sign),
         *("round", "floor", "ceil", "trunc", "sign"),
@@ -320,17 +324,55 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(torch.clamp_min, torch.clamp_max, F.threshold),
         *("erf", "reciprocal", "expm1", "tan", "atan", "clamp_min", "clamp_max"),
         *(torch.sinh, torch.cosh, torch.asinh, torch.exp2, torch.erfc, torch.frac, torch.nan_to_num, torch.sinc),
-        *("sinh", "cosh", "asinh", "exp2", "erfc", "frac", "nan_to_num", "sinc"),
+        *(
+            "sinh",
+            "cosh",
+            "asinh",
+            "exp2",
+            "erfc",
+            "frac",
+            "nan_to_num",
+            "sinc",
+            "logit",
+            "lgamma",
+            "digamma",
+            "erfinv",
+        ),
+        *(
+            "acos",
+            "asin",
+            "atanh",
+            "acosh",
+            "arccos",
+            "arcsin",
+            "arctan",
+            "arcsinh",
+            "deg2rad",
+            "rad2deg",
+            nn.Threshold,
+        ),
     ),
     "functions": (
         *(torch.atan2, torch.hypot, torch.lerp, torch.addcmul, torch.fmod, torch.remainder, torch.logaddexp),
-        *("atan2", "hypot", "lerp", "addcmul", "fmod", "remainder", "logaddexp"),
+        *("atan2", "hypot", "lerp", "addcmul", "fmod", "remainder", "logaddexp", "logaddexp2", "addcdiv", "arctan2"),
+        *("copysign", "fmax", "fmin", "heaviside", "ldexp", "xlogy", "floor_divide"),
     ),
     "logic": (
         *(torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, "eq", "ne", "lt", "le", "gt", "ge"),
         *(torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not, torch.isnan, torch.isfinite),
         *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "long", "int", "bool"),
-        *(operator.and_, operator.or_, operator.xor, operator.invert, torch.bitwise_not),
+        *(operator.and_, operator.or_, operator.xor, operator.invert, torch.bitwise_not, "bitwise_and", "bitwise_or"),
+        *(
+            "less",
+            "less_equal",
+            "greater",
+            "greater_equal",
+            "not_equal",
+            "isclose",
+            "isinf",
+            "bitwise_xor",
+            "bitwise_not",
+        ),
     ),
     "mean": (torch.mean, "mean"),
     "sum": (torch.sum, "sum"),
@@ -345,7 +387,8 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "vector_norm": (torch.linalg.vector_norm, torch.norm, "norm"),
     "max_pool": (
         *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-        *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d),
+        *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d, F.max_pool1d_with_indices),
+        *(F.max_pool2d_with_indices, F.max_pool3d_with_indices),
     ),
     "avg_pool": (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     "adaptive_avg_pool": (
@@ -357,9 +400,13 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
     ),
     "resize": (nn.Upsample, F.interpolate),
-    "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ConstantPad2d, F.pad),
+    "pad": (
+        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+        *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.CircularPad1d, nn.CircularPad2d),
+        *(nn.CircularPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d, F.pad),
+    ),
     "flatten": (nn.Flatten, nn.Unflatten, torch.flatten, torch.unflatten, "flatten", "unflatten"),
-    "reshape": (torch.reshape, "reshape", "view", "view_as", "reshape_as"),
+    "reshape": (torch.reshape, "reshape", "view", "view_as", "reshape_as", "ravel"),
     "transpose": (
         *(torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis),
         *("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis"),
@@ -395,8 +442,25 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     ),
     "gather": (torch.gather, torch.take_along_dim, "gather", "take_along_dim"),
     "count": (torch.bincount, torch.histc, torch.unique, torch.nonzero, "bincount", "histc", "unique", "nonzero"),
-    "sample": (F.grid_sample, F.max_unpool2d),
+    "sample": (
+        F.grid_sample,
+        F.max_unpool1d,
+        F.max_unpool2d,
+        F.max_unpool3d,
+        nn.MaxUnpool1d,
+        nn.MaxUnpool2d,
+        nn.MaxUnpool3d,
+    ),
     "search": (torch.searchsorted, torch.bucketize),
+    "other": (
+        *(nn.CosineSimilarity, nn.PairwiseDistance, nn.Fold, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, nn.EmbeddingBag),
+        *(F.cosine_similarity, F.pairwise_distance, F.fold, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.embedding_bag),
+        *(F.embedding, F.one_hot, F.gumbel_softmax, F.softmin, nn.Softmin, nn.FractionalMaxPool2d, torch.meshgrid),
+        *(torch.var_mean, torch.std_mean),
+        *(torch.view_as_complex, torch.view_as_real, torch.complex, torch.polar, torch.real, torch.imag),
+        *("tril", "triu", "diag_embed", "diagonal", "diff", "cross", "take", "outer", "renorm", "trace", "index_fill"),
+        *("masked_scatter", "masked_select"),
+    ),
     "scan": (
         *(torch.cumsum, torch.cumprod, torch.cummax, torch.cummin, torch.logcumsumexp),
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
@@ -432,10 +496,11 @@ _BY_NAME = {
     "_get_relative_position_bias": "position_bias",
     "_patch_merging_pad": "patch_merging",
     "nms": "nms",
-    "roi_align": "sample",
+    **dict.fromkeys(("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"), "sample"),
     "deform_conv2d": "deform_conv",
     "quick_gelu": "quick_gelu",
     "new_zeros": "zeros",
+    "with_item": "scatter",
 }
 
 _ATTRIBUTES = {
@@ -491,12 +556,27 @@ def node_kind(node: fx.Node) -> str:
         module = node_module(node)
         return "quantizer" if getattr(module, "is_quantizer", False) else module_kind(module)
     if node.op == "call_method":
-        return _METHODS.get(str(node.target), "unknown")
+        return _METHODS.get(str(out_of_place(node.target)), "unknown")
     if node.target is getattr and len(node.args) > 1:
         return _ATTRIBUTES.get(str(node.args[1]), "getattr")
     if isinstance(node.target, type) and node.users and all(node_kind(user) == "output" for user in node.users):
         return "output"  # torch.fx calls the class of a dataclass or NamedTuple that the network returns
-    return _FUNCTIONS.get(node.target) or _BY_NAME.get(getattr(node.target, "__name__", ""), "unknown")
+    function = out_of_place(node.target)
+    name = getattr(function, "__name__", "")
+    method = getattr(torch, name, None) is function and _METHODS.get(name)
+    return _FUNCTIONS.get(function) or method or _BY_NAME.get(name, "unknown")
+
+
+def out_of_place(target: Callable[..., object] | str) -> Callable[..., object] | str:
+    # The method or function of torch that returns what one with a name such as `add_` writes into its input.
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    plain = name.removesuffix("_")
+    if plain == name or plain.endswith("_"):
+        return target
+    if isinstance(target, str):
+        return plain if callable(getattr(Tensor, plain, None)) else target
+    own = [place for place in (F, torch) if getattr(place, name, None) is target]
+    return next((getattr(place, plain) for place in own if hasattr(place, plain)), target)
 
 
 def value_users(node: fx.Node) -> list[fx.Node]:

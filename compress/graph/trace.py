@@ -678,7 +678,9 @@ class Tracer(fx.Tracer):
         proxy: Any = obj
         if self.values is None:
             return super().iter(obj)
-        return iter([proxy[i] for i in range(len(self.values.known(obj.node)))])
+        batch = obj.node.op == "placeholder"  # whose first axis has another size in each call
+        value = self.values.known(obj.node) if batch else self.values.sized(obj.node)
+        return iter([proxy[i] for i in range(len(value))])
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (

@@ -956,11 +956,13 @@ def correct_biases(
         rounded: dict[tuple[str, str], Tensor] = {}
         for layer, own in zip(layers, means, strict=True):
             x = found[layer.input]
+            if not x.numel():
+                continue
             key, scale = (layer.input, layer.site.name), scale_from_amax(amax[layer.site.name], layer.site.format)
             if key not in rounded:
                 rounded[key] = fake_quantize(x, scale, layer.site.format)
             own.append((mean_inputs(x, layer.window), mean_inputs(rounded[key], layer.window)))
-    for layer, own in zip(layers, means, strict=True):
+    for layer, own in [(layer, own) for layer, own in zip(layers, means, strict=True) if own]:
         _correct(index, layer, own, amax[f"{layer.weight.path}.weight_quantizer"])
     return (f"the biases of {len(layers)} layers make up for the mean error of rounding (bias_correction: auto)",)
 

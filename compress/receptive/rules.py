@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.graph.ops import kinds
+from compress.graph.ops import kinds, out_of_place
 from compress.graph.spelled import written_out
 from compress.receptive.fields import (
     IDENTITY,
@@ -241,8 +241,9 @@ def _pad(call: Call) -> Field:
     field, shape = call.field(0), call.result_shape()
     amounts = call.argument(1, "padding" if call.module is not None else "pad")
     pairs = (amounts,) * (2 * (len(shape) - 2)) if isinstance(amounts, int) else tuple(amounts)
-    modes = {"ReflectionPad2d": "reflect", "ReplicationPad2d": "replicate"}
-    mode = modes.get(call.function, "constant") if call.module is not None else call.argument(2, "mode", "constant")
+    modes = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
+    named = modes.get(call.function.partition("Pad")[0], "constant")
+    mode = named if call.module is not None else call.argument(2, "mode", "constant")
     windows = {
         len(shape) - 1 - i: Window((-pairs[2 * i],), (-pairs[2 * i],), 1)
         for i in range(len(pairs) // 2)
@@ -286,7 +287,8 @@ def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     if call.module is not None:
         return call.module
     if call.node.op == "call_method":
-        method = {"view": "reshape", "view_as": "reshape_as"}.get(call.function, call.function)  # bounds are expanded
+        plain = str(out_of_place(call.function))  # bounds are expanded, and others read them
+        method = {"view": "reshape", "view_as": "reshape_as"}.get(plain, plain)
         return lambda x: getattr(x, method)(*others, **named)
     target: Callable[..., Any] = call.node.target  # type: ignore[assignment]
     return lambda x: target(x, *others, **named)

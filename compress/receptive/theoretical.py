@@ -228,6 +228,8 @@ def _reduced(found: Field) -> tuple[Tensor, ...]:
 
 def _widest(low: Tensor, high: Tensor) -> int:
     sizes = -compact(high) - compact(low) - 2 * ORIGIN + 1
+    if not sizes.numel():
+        return 0  # of what an image has none of, such as the tokens of an expert
     return int(torch.where(compact(low) < 0, sizes, torch.zeros(())).amax())
 
 

@@ -29,7 +29,7 @@ from compress.training.optim import recalibrate_batchnorm
 # For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`.
 Scores = Mapping[str, Tensor]
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LEARNING_RATE = 1e-3
 
 

@@ -284,6 +284,19 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
         assert sqnr(own, torch.from_numpy(found)) > 40
 
 
+def test_a_pool_whose_indices_are_read_passes_no_pair(tmp_path):
+    parts = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, padding=1), "c": nn.Conv2d(8, 4, 3)}
+
+    def places(net, x):
+        y, indices = F.max_pool2d(net.a(x).relu(), 2, return_indices=True)
+        return net.c(net.b(y) + indices / 100)
+
+    model, x, path = Net(places, **parts).eval(), torch.randn(2, 3, 10, 10), tmp_path / "m.onnx"
+    quantized_file("file", model, x, compress.QuantSpec(target="openvino", weights=WEIGHTS), path)
+    types = layer_types(compiled_by_openvino(path))
+    assert types.count("u8") + types.count("i8") == compress.audit_onnx(path).products_on("openvino")["INT8"] == 3
+
+
 ROWS = {
     "factor": lambda y: y * 2,
     "negated": lambda y: -y,

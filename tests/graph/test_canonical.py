@@ -353,6 +353,8 @@ FOLDS = {
     "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), (2, 4, 5, 5)),
     "transposed with groups": (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.BatchNorm2d(6), (2, 4, 5, 5)),
     "linear": (nn.Linear(5, 7), nn.BatchNorm1d(7), (4, 5)),
+    "synchronized": (nn.Conv2d(3, 6, 3), nn.SyncBatchNorm(6), (2, 3, 7, 7)),
+    "synchronized, of rows": (nn.Linear(5, 7), nn.SyncBatchNorm(7), (4, 5)),
     "weight norm": (weight_norm(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), (2, 3, 7, 7)),
     "spectral norm": (spectral_norm(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), (2, 3, 7, 7)),
 }

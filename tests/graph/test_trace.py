@@ -343,6 +343,20 @@ def test_a_forward_of_any_number_of_arguments_takes_as_many_as_the_example(forwa
             graph(*wrong)
 
 
+def weighed(self, x):
+    x = self.conv(x)
+    for row in self.shares.softmax(-1):
+        x = sum(share * layer(x) for share, layer in zip(row, self.layers, strict=True))
+    return torch.stack([part.relu() for part in x.transpose(0, 1)], 1)
+
+
+def test_a_loop_over_a_tensor_of_known_length_is_followed():
+    model = net_of(weighed)
+    model.shares, model.layers = nn.Parameter(torch.randn(2, 2)), nn.ModuleList([nn.Conv2d(8, 8, 1), nn.AvgPool2d(1)])
+    graph, others = compress.trace(model, torch.randn(2, 3, 5, 7)), torch.randn(4, 3, 5, 7)
+    torch.testing.assert_close(graph(others), model(others))
+
+
 def test_a_refusal_names_the_line():
     with pytest.raises(ModelError, match=r"networks.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
         compress.trace(Opaque(), torch.randn(2, 3))

@@ -98,6 +98,8 @@ def test_operations_over_all_positions_are_global(head):
 
 FIELDS = {
     "glu": lambda x: F.glu(x, 1),
+    "paddings": nn.Sequential(nn.CircularPad2d(1), nn.Conv2d(6, 6, 3), nn.ReflectionPad2d(2), nn.SyncBatchNorm(6)),
+    "in place": lambda x: (x * 2).neg_().add_(1).unsqueeze_(0).squeeze_(0).roll(1, 3),
     "glu of rows": lambda x: F.glu(x, 2),
     "cumsum": lambda x: x.cumsum(2),
     "logcumsumexp": lambda x: torch.logcumsumexp(x, -1),
@@ -109,7 +111,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_of_functions_equal_the_support_of_the_gradient(name):
-    model = Net(lambda net, x: FIELDS[name](net.conv(x)), conv=nn.Conv2d(3, 6, 3)).eval()
+    model = Net(lambda net, x: net.f(net.conv(x)), conv=nn.Conv2d(3, 6, 3), f=FIELDS[name]).eval()
     row, image = table(model, 1, 3, 12, 12).rows[-1], torch.rand(1, 3, 12, 12, requires_grad=True)
     result = model(image)
     for unit in ((0, 0), (2, 7), (1, 9)):

@@ -145,7 +145,7 @@ def correct_bias_means(
 
     def look(name: str, x: Tensor) -> None:
         x, rounded = x.float(), dict[Quantizer, Tensor]()
-        for path, _, window, quantizer in found[name]:
+        for path, _, window, quantizer in found[name] if x.numel() else ():  # empty: an expert that no token reaches
             if quantizer not in rounded:
                 rounded[quantizer] = fake_quantize(x, quantizer.scale, quantizer.format)
             both = mean_inputs(x, window), mean_inputs(rounded[quantizer], window)

@@ -153,13 +153,15 @@ def choose(
         for found in watch([group.tensor for group in part], images):
             for group in part:
                 x, convolution = found[group.tensor], group.convolution
+                if not x.numel():
+                    continue  # of this image nothing reaches the layer, such as an expert
                 taken = sample_of(x, convolution=convolution, images=len(images), generator=generator)
                 samples[group.tensor].append(taken)
         for group in part:
             known = [each for layer in group.layers if (each := consumer(layer)) is not None]
             seen, asked = samples[group.tensor], spec.activations.resolved(whole=not group.convolution)
             few = not group.convolution and sum(len(one.values) for one in seen) < _LEAST_ROWS
-            if few or len(known) < len(group.layers):
+            if not seen or few or len(known) < len(group.layers):
                 continue
             scale = channel_scale(seen, known, asked, lowest=group.lowest, least=least(group))
             scales |= {} if scale is None else {group.tensor: scale}
@@ -181,7 +183,8 @@ def poor_products(
         found = list(watch(list(dict.fromkeys(each.name for node in part for each in node.inputs)), images))
         for node in part:
             left, right = (each.name for each in node.inputs)
-            db = product_db([(values[left], values[right]) for values in found], asked)
+            pairs = [(values[left], values[right]) for values in found if values[left].numel() * values[right].numel()]
+            db = product_db(pairs, asked) if pairs else FLOAT_DB
             if db < FLOAT_DB:
                 reason = f"{POOR_PRODUCT} {db:.0f} dB on calibration images"
                 rules.append(Rule(match=glob.escape(node.layer), enable=False, reason=reason))

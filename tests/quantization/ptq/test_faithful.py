@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 from torch.nn.utils import prune
 
+import compress
 from compress import (
     ActivationSpec,
     AdaRoundSpec,
@@ -452,6 +453,7 @@ REFUSED = [
     (lambda: nn.Sequential(nn.DataParallel(network())), ModelError, "0 is a DataParallel.*put its .module in its"),
     (lambda: torch.compile(network()), ModelError, r"its \._orig_mod"),
     (lambda: torch.jit.trace(network(), X), ModelError, "scripted or traced from"),
+    (lambda: with_fc(torch.jit.trace(nn.Linear(8, 5), torch.ones(1, 8))), ModelError, "fc is a .*from in its place"),
     (
         lambda: torch.export.export(network().eval(), (X[:2],)).module(),
         ModelError,
@@ -545,3 +547,27 @@ def test_a_loader_of_a_stream_has_no_length():
     loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
     assert quantize(model, torch.randn(2, 3, 8, 8), loader).placement.weights
+
+
+@pytest.mark.parametrize("way", ["torch", "file"])
+def test_experts_that_some_images_do_not_reach_have_numbers(way, tmp_path):
+    # The mean of no tokens was NaN in their biases.
+    def route(net, x):
+        y, chosen = torch.zeros(len(x), 16), x[:, 0] > 0
+        for expert, place in ((net.a, chosen), (net.b, ~chosen)):
+            rows = place.nonzero()[:, 0]
+            y = y.index_add(0, rows, expert(x[rows]))
+        return net.c(y.relu())
+
+    torch.manual_seed(0)
+    model = Net(route, a=nn.Linear(8, 16), b=nn.Linear(8, 16), c=nn.Linear(16, 4)).eval()
+    x = torch.randn(16, 8)
+    images = [x[x[:, 0] > 0][:3], x]  # the first batch is for one expert alone
+    spec = QuantSpec(target="onnxruntime")
+    if way == "torch":
+        found = quantize(model, x, images, spec=spec)(x)
+    else:
+        path = compress.quantize_onnx(export_onnx(model, x, tmp_path / "m.onnx"), images, spec=spec)
+        with compress.build_engine(path, "onnxruntime") as engine:
+            found = torch.from_numpy(engine.run({"input": x.numpy()})["logits"])
+    assert sqnr(model(x), found) > 30
