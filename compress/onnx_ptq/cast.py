@@ -75,7 +75,7 @@ def cast_onnx(
     it, sums that overflow inside, constants that vanish. Quantized files keep their integers.
 
     Args:
-        path: file of opset 7 to 25, float or with Q/DQ pairs.
+        path: file of opset 6 to 25, float or with Q/DQ pairs.
         out: file to write, whole or not at all; None = `<name>.<precision>.onnx` beside the file.
         precision: `fp16` or `bf16`.
         batches: images that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.

@@ -9,6 +9,7 @@ measured.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -62,6 +63,8 @@ from compress.support.process import thread_count
 
 # Opsets that are read.
 OLDEST, NEWEST = 6, 25
+# ONNX Runtime computes operators as this opset says, and few of older ones.
+_FIRST_RUN = 7
 
 # Elements of the largest tensor that is taken for real, 8 GB in float32.
 MOST_ELEMENTS = 1 << 31
@@ -185,6 +188,11 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
             f"the opset is raised from {opset_of(proto)} to {max(newer.values())}, which {', '.join(newer)} need"
         )
         _raise_around(path, proto, newer)
+    if OLDEST <= opset_of(proto) < _FIRST_RUN:
+        with contextlib.suppress(QuantizationError):  # it may run as it is
+            old = opset_of(proto)
+            proto.CopyFrom(raised(path, proto, _FIRST_RUN))
+            notes.append(f"the opset is raised from {old} to {_FIRST_RUN}, the first that ONNX Runtime computes")
     return (*notes, *_for_inference(proto))
 
 

@@ -100,6 +100,21 @@ def test_opsets(tmp_path, opset):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+def test_operators_of_opset_6_that_no_runtime_has_are_raised(tmp_path):
+    # Gemm broadcasts its bias by an attribute there; onnx's own reference computes it.
+    node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], broadcast=1, transB=1, name="fc")
+    held = {"w": weights(8, 10), "b": weights(8, seed=1)}
+    model = onnx_model([node], {"x": [4, 10]}, {"y": [4, 8]}, held, opset=6, ir_version=4)
+    onnx.save(model, tmp_path / "f.onnx")
+    x = np.random.default_rng(0).standard_normal((4, 10)).astype(np.float32)
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    half = compress.cast_onnx(tmp_path / "f.onnx", batches=[x])
+    int8 = quantize_onnx_file(tmp_path / "f.onnx", [x], precision="fp16")
+    assert "the opset is raised from 6 to 7, the first that ONNX Runtime computes" in half.notes
+    assert sqnr(expected, run(half.path, x)) > 60
+    assert sqnr(expected, run(int8.path, x)) > 30
+
+
 def test_a_graph_without_a_name_is_read_as_engines_do(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=17)
     unnamed = onnx.load(file)
