@@ -246,5 +246,5 @@ def _worst(
         one.name
         for node in chosen
         for one in (node, *(producers[name] for name in node.input if name in producers))
-        if one.name and one.name not in keep and one.op_type not in PRODUCTS
+        if one.name and one.name not in keep and one.op_type not in PRODUCTS | {"Constant"}
     ]
