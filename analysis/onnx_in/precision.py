@@ -21,7 +21,6 @@ from analysis.onnx_in.forms import Form, batches, forms, pages
 from analysis.onnx_in.run import results
 from compress import QuantSpec, audit_engine, audit_onnx, build_tensorrt, cast_onnx, quantize_onnx
 from compress.engines.tensorrt.options import TensorRTOptions
-from compress.errors import CompressError
 from compress.export.casting import widened
 from compress.quantization import TARGETS
 
@@ -50,7 +49,7 @@ def main() -> None:
             append_row(file, row | measured(form, step, arguments.autocast))
 
 
-def measured(form: Form, step: str, python: str) -> Row:
+def measured(form: Form, step: Any, python: str) -> Row:
     with tempfile.TemporaryDirectory() as name:
         path, out = form.make(Path(name)), Path(name) / "made.onnx"
         make = pages if form.origin.startswith(("rapid", "ddddocr")) else batches
@@ -66,14 +65,14 @@ def measured(form: Form, step: str, python: str) -> Row:
                 target, precision = step.split()
                 quantize_onnx(path, data, spec=QuantSpec(target=target), out=out, precision=precision)
             return _found(path, out, unseen)
-        except (CompressError, subprocess.SubprocessError) as error:
-            return {"reason": " ".join(str(error).split())[:300]}
+        except Exception as error:  # a row of the study
+            return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def _found(path: Path, out: Path, unseen: dict[str, Any]) -> Row:
     model, rows = onnx.load(out), audit_onnx(out).rows
     exact, written, runtime = (results(m, unseen, plain=True) for m in (onnx.load(path), widened(model), model))
-    for value in model.graph.input:
+    for value in (value for value in model.graph.input if value.name in unseen):
         for side, size in zip(value.type.tensor_type.shape.dim, unseen[value.name].shape, strict=True):
             side.dim_value = size
     onnx.save(model, out.with_name("fixed.onnx"))
