@@ -22,6 +22,7 @@ from analysis.onnx_in.run import results
 from compress import QuantSpec, audit_engine, audit_onnx, build_tensorrt, cast_onnx, quantize_onnx
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.export.casting import widened
+from compress.onnx_ptq.source import load_source
 from compress.quantization import TARGETS
 
 STEPS = ("cast", "autocast", *(f"{target} {precision}" for target in TARGETS for precision in ("fp16", "fp32")))
@@ -59,19 +60,25 @@ def measured(form: Form, step: Any, python: str) -> Row:
                 cast_onnx(path, out, batches=data)
             elif step == "autocast":
                 np.savez(out.with_name("data.npz"), **data[0])
-                command = (python, "-c", AUTOCAST, path, out.with_name("data.npz"), out)
-                subprocess.run(command, check=True, capture_output=True, timeout=600)
+                subprocess.run(
+                    (python, "-c", AUTOCAST, path, out.with_name("data.npz"), out),
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
             else:
                 target, precision = step.split()
                 quantize_onnx(path, data, spec=QuantSpec(target=target), out=out, precision=precision)
             return _found(path, out, unseen)
         except Exception as error:  # a row of the study
-            return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            said = " ".join(str(getattr(error, "stderr", "") or error).split())[-300:]
+            return {"reason": f"{type(error).__name__}: {said}"}
 
 
 def _found(path: Path, out: Path, unseen: dict[str, Any]) -> Row:
     model, rows = onnx.load(out), audit_onnx(out).rows
-    exact, written, runtime = (results(m, unseen, plain=True) for m in (onnx.load(path), widened(model), model))
+    exact = results(load_source(path, quantized=True).proto, unseen, plain=True)
     for value in (value for value in model.graph.input if value.name in unseen):
         for side, size in zip(value.type.tensor_type.shape.dim, unseen[value.name].shape, strict=True):
             side.dim_value = size
@@ -81,8 +88,8 @@ def _found(path: Path, out: Path, unseen: dict[str, Any]) -> Row:
         "file": Counter(row.type_on("tensorrt") for row in rows),
         "engine": Counter(layer.precision for layer in audit_engine(built.path).weighted),
         "casts": sum(node.op_type == "Cast" for node in model.graph.node),
-        "written_db": round(_least(exact, written), 1),
-        "runtime_db": round(_least(exact, runtime), 1),
+        "written_db": round(_least(exact, results(widened(model), unseen, plain=True)), 1),
+        "runtime_db": round(_least(exact, results(model, unseen)), 1),
     }
 
 

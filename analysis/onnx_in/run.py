@@ -90,9 +90,10 @@ def _quantized(path: Path, data: list[dict[str, Any]], target: Any, folder: Path
 
 def results(model: onnx.ModelProto, feed: dict[str, Any], *, plain: bool = False) -> list[np.ndarray]:
     """The outputs on ONNX Runtime; `plain`: every operation by itself, as the file says."""
-    level, options = ort.GraphOptimizationLevel, ort.SessionOptions()
+    # Files in half precision lose accuracy by one optimizer, which compress.engines.onnxruntime turns off too.
+    level, options, harmful = ort.GraphOptimizationLevel, ort.SessionOptions(), ["WeightBiasQuantization"]
     options.graph_optimization_level = level.ORT_DISABLE_ALL if plain else level.ORT_ENABLE_ALL
-    return list(ort.InferenceSession(model.SerializeToString(), options).run(None, feed))
+    return list(ort.InferenceSession(model.SerializeToString(), options, disabled_optimizers=harmful).run(None, feed))
 
 
 def markdown(document: dict[str, Any]) -> str:
