@@ -100,6 +100,23 @@ def test_opsets(tmp_path, opset):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+def test_constants_that_are_cast_like_an_activation_are_constants(tmp_path):
+    # torch's newer exporter writes the biases of layers without one so, before its own optimization.
+    nodes = [
+        helper.make_node("CastLike", ["zero", "x"], ["like"], name="like"),
+        helper.make_node("Shape", ["w"], ["sizes"], name="sizes", end=1),
+        helper.make_node("Expand", ["like", "sizes"], ["bias"], name="expand"),
+        helper.make_node("Conv", ["x", "w", "bias"], ["y"], name="conv"),
+    ]
+    held = {"zero": np.int64(1), "w": weights(4, 3, 3, 3)}
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 6, 6]}, held, opset=20), tmp_path / "f.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    result = quantize_onnx_file(tmp_path / "f.onnx", [x])
+    assert compress.audit_onnx(result.path).int8_share == 1
+    assert sqnr(run(tmp_path / "f.onnx", x), run(result.path, x)) > 30
+    assert sqnr(run(tmp_path / "f.onnx", x), run(compress.cast_onnx(tmp_path / "f.onnx", batches=[x]).path, x)) > 60
+
+
 def test_operators_of_opset_6_that_no_runtime_has_are_raised(tmp_path):
     # Gemm broadcasts its bias by an attribute there; onnx's own reference computes it.
     node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], broadcast=1, transB=1, name="fc")
