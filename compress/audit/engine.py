@@ -365,7 +365,7 @@ def _precision(layer: EngineLayer) -> str:
     read, _ = activations(layer)
     weight = weight_of(layer)
     if is_attention(layer):  # its mask may be of a wider type, and come first
-        read = sorted(read, key=lambda t: -_NARROW.index(t.dtype) if t.dtype in _NARROW else 1)
+        read = tuple(sorted(read, key=lambda t: -_NARROW.index(t.dtype) if t.dtype in _NARROW else 1))
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
     return next((name for name in types if name not in {"", "unknown"}), "unknown")
 
