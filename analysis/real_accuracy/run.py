@@ -15,10 +15,9 @@ from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
 from analysis.common.study import Row, append_row, command_line, option, read_rows, software, study_options
-from analysis.real_accuracy.methods import METHODS, Made, Method, exported, logits_of
+from analysis.real_accuracy.methods import METHODS, Made, Method, exported, figures, logits_of
 from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
-from analysis.real_accuracy.statistics import figures
 from compress.errors import CompressError
 from compress.measure.machine import describe_machine
 

@@ -41,6 +41,8 @@ TYPE_BYTES: dict[str, float] = {
 
 FLOATS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16"})
 EIGHT_BITS = frozenset({"int8", "uint8", "fp8"})
+# Types that products are computed in, from wide to narrow.
+_NARROW = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "uint8", "int8")
 
 _SPELLINGS = {
     "float": "fp32",
@@ -175,7 +177,13 @@ _KINDS: tuple[tuple[Operation, str], ...] = (
 _MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", "Copy", "Perm"}
 
 
+# Steps of generated kernels that convolve: correlation, and deconvolution.
+_CONVOLVE = {"Corr", "Deco"}
+
+
 def operation(layer: EngineLayer) -> Operation:
+    if _CONVOLVE.intersection(fused_steps(layer.name)):
+        return "conv"
     if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
         named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
         return "product" if weight_of(layer) is not None or named else "pointwise"
@@ -353,9 +361,11 @@ def audit_layer(
 
 
 def _precision(layer: EngineLayer) -> str:
-    """The type of the first activation, or of the weight if that is unknown."""
+    """Type of the first activation (attention: narrowest), or of the weight if unknown."""
     read, _ = activations(layer)
     weight = weight_of(layer)
+    if is_attention(layer):  # its mask may be of a wider type, and come first
+        read = tuple(sorted(read, key=lambda t: -_NARROW.index(t.dtype) if t.dtype in _NARROW else 1))
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
     return next((name for name in types if name not in {"", "unknown"}), "unknown")
 

@@ -419,7 +419,7 @@ class _Caster:
             place = self.producers.get(name)
             if place is None or not self.is_float(name) or self.kept.get(place):
                 continue
-            if self.nodes[place].op_type in _HEAVY | {"DequantizeLinear"}:
+            if self.nodes[place].op_type in _HEAVY | {"DequantizeLinear", "Constant"}:
                 continue
             self.kept[place] = "its results become integers, sizes or boxes, for which half precision is too coarse"
             waiting += self.nodes[place].input

@@ -76,7 +76,7 @@ def cast_onnx(
     it, sums that overflow inside, constants that vanish. Quantized files keep their integers.
 
     Args:
-        path: file of opset 7 to 25, float or with Q/DQ pairs.
+        path: file of opset 6 to 25, float or with Q/DQ pairs.
         out: file to write, whole or not at all; None = `<name>.<precision>.onnx` beside the file.
         precision: `fp16` or `bf16`.
         batches: images that ranges are measured on, as for `quantize_onnx`; None = constants and operators decide.
@@ -252,5 +252,5 @@ def _worst(
         one.name
         for node in chosen
         for one in (node, *(producers[name] for name in node.input if name in producers))
-        if one.name and one.name not in keep and one.op_type not in PRODUCTS
+        if one.name and one.name not in keep and one.op_type not in PRODUCTS | {"Constant"}
     ]

@@ -39,7 +39,7 @@ from compress.errors import (
     first_few,
     near_misses,
 )
-from compress.export.casting import Weights
+from compress.export.casting import Weights, types_of
 from compress.files import path_of
 from compress.graph.inputs import as_array, batch_inputs
 from compress.onnx_graph import (
@@ -54,6 +54,7 @@ from compress.onnx_graph import (
     lacks,
     mend,
     opset_of,
+    replace_attributes,
     subgraphs,
     tensors_of,
     whole_shapes,
@@ -64,6 +65,8 @@ from compress.support.process import thread_count
 
 # Opsets that are read.
 OLDEST, NEWEST = 6, 25
+# ONNX Runtime computes operators as this opset says, and few of older ones.
+_FIRST_RUN = 7
 
 # Bytes at whose multiples weights begin in files: pages.
 ALIGNED = 4096
@@ -223,7 +226,24 @@ def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
             f"the opset is raised from {opset_of(proto)} to {max(newer.values())}, which {', '.join(newer)} need"
         )
         _raise_around(path, proto, newer)
+    if OLDEST <= opset_of(proto) < _FIRST_RUN:
+        with contextlib.suppress(QuantizationError):  # it may run as it is
+            old = opset_of(proto)
+            proto.CopyFrom(raised(path, proto, _FIRST_RUN))
+            notes.append(f"the opset is raised from {old} to {_FIRST_RUN}, the first that ONNX Runtime computes")
+    _without_cast_like(proto)
     return (*notes, *_for_inference(proto))
+
+
+def _without_cast_like(proto: onnx.ModelProto) -> None:
+    # It reads an activation for its type alone, and a constant that it casts, such as a bias, would not be one.
+    found = [node for node in proto.graph.node if node.op_type == "CastLike" and node.domain in ("", "ai.onnx")]
+    types = types_of(proto) if found else {}
+    for node in found:
+        if (kind := types.get(node.input[1], 0)) > 0:
+            node.op_type = "Cast"
+            del node.input[1:]
+            replace_attributes(node, to=kind)
 
 
 def _for_inference(proto: onnx.ModelProto) -> Iterator[str]:

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 import compress
-from analysis.engine_check.networks import NETWORKS, TOKENS
-from analysis.engine_check.run import TARGETS, ask
+from analysis.engine_check.run import NETWORKS, TARGETS, TOKENS, ask
 from compress.audit.engine import (
     EngineLayer,
     EngineListing,

@@ -1,6 +1,7 @@
 # Rows of flattened tensors, in real TensorRT-RTX builds with an open and a fixed batch, and in given layers.
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -79,6 +80,30 @@ def test_the_command_finds_the_file_beside_the_engine(engines, tmp_path):
     alone.write_text(dynamic.with_name(dynamic.name + ".log").read_text(encoding="utf-8"), encoding="utf-8")
     assert onnx_beside(alone) is None
     assert "unknown size" in " ".join(CliRunner().invoke(app, ["inspect", "engine", str(alone)]).output.split())
+
+
+@pytest.mark.parametrize("name", ["test_Conv1d_pad1size1", "test_ConvTranspose2d"])
+def test_a_generated_kernel_that_convolves_is_a_product(name, tmp_path):
+    from compress.engines.tensorrt.options import TensorRTOptions
+
+    # TensorRT-RTX names them by their steps: Corr in 8 bits, and Deco, in half precision although the file says INT8.
+    path = Path(onnx.__file__).parent / "backend/test/data/pytorch-converted" / name / "model.onnx"
+    (value,) = {i.name: i for i in onnx.load(path).graph.input if i.name == "0"}.values()
+    x = np.random.default_rng(0).standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim])
+    file = compress.quantize_onnx(path, [x.astype(np.float32)], out=tmp_path / "q.onnx", precision="fp16")
+    options = TensorRTOptions(sms=(89,))
+    (found,) = compress.audit_engine(compress.build_tensorrt(file, options=options).path).weighted
+    assert (found.operation, found.precision) == ("conv", "fp16" if "Transpose" in name else "int8")
+    assert any(node.startswith("Conv") for node in found.onnx_nodes)
+
+
+def test_an_attention_computes_in_the_type_of_its_operands_not_of_its_mask():
+    read = (("mask", "fp32"), ("q", "fp16"), ("k", "fp16"), ("v", "fp16"))
+    kernel = layer("_gemm_mha_v2_myl0_32", [(name, (2, 4, 16, 16)) for name, _ in read], [("y", (2, 4, 16, 16))])
+    typed = (replace(tensor, dtype=kind) for tensor, (_, kind) in zip(kernel.inputs, read, strict=True))
+    kernel = replace(kernel, inputs=tuple(typed))
+    (found,) = audit_listing(listing(kernel)).weighted
+    assert found.precision == "fp16"
 
 
 def layer(name, sources, targets, nodes=(), kind="kgen"):

@@ -183,6 +183,23 @@ def test_a_small_epsilon_keeps_all_up_to_the_division(tmp_path):
     assert sqnr(results(path, x)[0], results(done.path, x)[0]) > 50  # zero over zero would be NaN
 
 
+def test_constants_that_are_nodes_are_no_operations(tmp_path):
+    nodes = [
+        helper.make_node("Constant", [], ["factor"], name="constant", value=numpy_helper.from_array(np.float32(40))),
+        helper.make_node("Mul", ["x", "factor"], ["scaled"], name="scale"),
+        helper.make_node("Floor", ["scaled"], ["whole"], name="floor"),
+        helper.make_node("Cast", ["whole"], ["number"], name="to_integer", to=TensorProto.INT64),
+        helper.make_node("Cast", ["number"], ["again"], name="to_float", to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["again", "factor"], ["y"], name="last"),
+    ]
+    path = saved(model_of(nodes, {}), tmp_path / "m.onnx")
+    x = np.random.default_rng(0).uniform(-2, 2, (2, 3, 8, 8)).astype(np.float32)
+    done = compress.cast_onnx(path, batches=[x])
+    assert kept(done).keys() == {"scale", "floor"}
+    assert not any("onstant" in note for note in done.notes)
+    np.testing.assert_array_equal(results(path, x)[0], results(done.path, x)[0])  # integers below 2,048, times 40
+
+
 def test_sums_inside_are_looked_at(tmp_path):
     nodes = [helper.make_node("ReduceMean", ["x"], ["y"], axes=[2, 3], name="mean")]
     path = saved(model_of(nodes, {}, shape=(1, 2, 128, 128)), tmp_path / "m.onnx")

@@ -100,6 +100,38 @@ def test_opsets(tmp_path, opset):
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
 
 
+def test_constants_that_are_cast_like_an_activation_are_constants(tmp_path):
+    # torch's newer exporter writes the biases of layers without one so, before its own optimization.
+    nodes = [
+        helper.make_node("CastLike", ["zero", "x"], ["like"], name="like"),
+        helper.make_node("Shape", ["w"], ["sizes"], name="sizes", end=1),
+        helper.make_node("Expand", ["like", "sizes"], ["bias"], name="expand"),
+        helper.make_node("Conv", ["x", "w", "bias"], ["y"], name="conv"),
+    ]
+    held = {"zero": np.int64(1), "w": weights(4, 3, 3, 3)}
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 6, 6]}, held, opset=20), tmp_path / "f.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    result = quantize_onnx_file(tmp_path / "f.onnx", [x])
+    assert compress.audit_onnx(result.path).int8_share == 1
+    assert sqnr(run(tmp_path / "f.onnx", x), run(result.path, x)) > 30
+    assert sqnr(run(tmp_path / "f.onnx", x), run(compress.cast_onnx(tmp_path / "f.onnx", batches=[x]).path, x)) > 60
+
+
+def test_operators_of_opset_6_that_no_runtime_has_are_raised(tmp_path):
+    # Gemm broadcasts its bias by an attribute there; onnx's own reference computes it.
+    node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], broadcast=1, transB=1, name="fc")
+    held = {"w": weights(8, 10), "b": weights(8, seed=1)}
+    model = onnx_model([node], {"x": [4, 10]}, {"y": [4, 8]}, held, opset=6, ir_version=4)
+    onnx.save(model, tmp_path / "f.onnx")
+    x = np.random.default_rng(0).standard_normal((4, 10)).astype(np.float32)
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    half = compress.cast_onnx(tmp_path / "f.onnx", batches=[x])
+    int8 = quantize_onnx_file(tmp_path / "f.onnx", [x], precision="fp16")
+    assert "the opset is raised from 6 to 7, the first that ONNX Runtime computes" in half.notes
+    assert sqnr(expected, run(half.path, x)) > 60
+    assert sqnr(expected, run(int8.path, x)) > 30
+
+
 def test_a_graph_without_a_name_is_read_as_engines_do(tmp_path):
     file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=17)
     unnamed = onnx.load(file)
