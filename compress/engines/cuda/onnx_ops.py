@@ -331,6 +331,10 @@ def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
     return lambda attributes, *inputs: functools.reduce(lambda x, y: function(*alike(x, y)), inputs)
 
 
+def _variadic_mean(attributes: Attributes, *inputs: Tensor) -> Tensor:
+    return functools.reduce(lambda x, y: torch.add(*alike(x, y)), inputs) / len(inputs)
+
+
 def _divide(x: Tensor, y: Tensor) -> Tensor:
     """A quotient; integers are divided with truncation towards zero."""
     return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
@@ -715,7 +719,7 @@ OPERATIONS: dict[str, Operation] = {
     "Min": _variadic(torch.minimum),
     "Max": _variadic(torch.maximum),
     "Sum": _variadic(torch.add),
-    "Mean": lambda a, *inputs: _variadic(torch.add)(a, *inputs) / len(inputs),
+    "Mean": _variadic_mean,
     "BitwiseAnd": _binary(torch.bitwise_and),
     "BitwiseOr": _binary(torch.bitwise_or),
     "BitwiseXor": _binary(torch.bitwise_xor),
