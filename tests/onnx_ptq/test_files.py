@@ -18,7 +18,8 @@ from torch import nn
 
 import compress
 from compress.audit.engine import folded_names, lost_in_runtime
-from compress.errors import CalibrationError, DataError, ExportError, QuantizationError
+from compress.engines.tensorrt.options import TensorRTOptions
+from compress.errors import CalibrationError, DataError, EngineError, ExportError, QuantizationError
 from compress.onnx_ptq import calibrate
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
@@ -115,6 +116,32 @@ def test_constants_that_are_cast_like_an_activation_are_constants(tmp_path):
     assert compress.audit_onnx(result.path).int8_share == 1
     assert sqnr(run(tmp_path / "f.onnx", x), run(result.path, x)) > 30
     assert sqnr(run(tmp_path / "f.onnx", x), run(compress.cast_onnx(tmp_path / "f.onnx", batches=[x]).path, x)) > 60
+
+
+def test_axes_and_sizes_that_follow_from_constants_are_constants(tmp_path):
+    # TensorRT takes no others; torch's newer exporter computes them, before its own optimization.
+    pytest.importorskip("tensorrt_rtx", reason="builds on a machine without a GPU")
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1] * 4),
+        helper.make_node("Concat", ["two", "three"], ["axes"], axis=0),
+        helper.make_node("ReduceMean", ["a", "axes"], ["mean"]),
+        helper.make_node("Neg", ["minus"], ["first"]),
+        helper.make_node("Unsqueeze", ["mean", "first"], ["more"]),
+        helper.make_node("Squeeze", ["more", "first"], ["less"]),
+        helper.make_node("Add", ["a", "less"], ["sum"]),
+        helper.make_node("Conv", ["sum", "w2"], ["y"]),
+    ]
+    held = {"w": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1)}
+    held |= {name: np.array([value]) for name, value in (("two", 2), ("three", 3), ("minus", -1))}
+    file = tmp_path / "f.onnx"
+    onnx.save(onnx_model(nodes, {"x": [2, 3, 8, 8]}, {"y": [2, 4, 8, 8]}, held, opset=18), file)
+    x = np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)
+    options = TensorRTOptions(sms=(89,))
+    with pytest.raises(EngineError, match="build-time constant"):
+        compress.build_tensorrt(file, options=options)
+    for made, least in ((compress.quantize_onnx(file, [x]), 30), (compress.cast_onnx(file, batches=[x]).path, 60)):
+        assert compress.build_tensorrt(made, options=options).path.is_file()
+        assert sqnr(run(file, x), run(made, x)) > least
 
 
 def test_operators_of_opset_6_that_no_runtime_has_are_raised(tmp_path):
