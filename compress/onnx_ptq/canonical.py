@@ -211,7 +211,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     notes += open_fused(source)
     for rewrite, text in (
         (drop_identities, "{} Identity operations are left out"),
-        (constant_amounts, "{} axes, sizes and amounts that follow from constants are written as constants"),
+        (constant_axes, "{} axes that follow from constants are written as constants"),
         (sizes_in_weights, "sizes that weights are computed with are written as constants (operations: {})"),
         (open_einsums, "{} Einsum operations are written as MatMul (products of two matrices) or Transpose"),
         (open_attention, "{} Attention operations are written as products and a Softmax"),
@@ -268,28 +268,19 @@ def drop_identities(source: SourceFile) -> int:
     return count
 
 
-# Operators whose inputs after the first are axes, sizes and amounts; so are those of reductions.
-_WITH_AMOUNTS = frozenset(
-    {
-        *("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Pad", "Slice", "Split"),
-        *("Resize", "Upsample", "TopK", "CumSum", "OneHot"),
-    }
-)
-
-
-def constant_amounts(source: SourceFile) -> int:
-    # TensorRT refuses axes and sizes that are computed, though from constants alone, as torch's unoptimized files do.
+def constant_axes(source: SourceFile) -> int:
+    # TensorRT refuses axes that are computed, though from constants alone, as torch's unoptimized files do.
     index, made = Index(source), dict[str, str]()
     for node in index.graph.node:
-        if node.op_type not in _WITH_AMOUNTS and not node.op_type.startswith("Reduce"):
+        name = node.input[1] if len(node.input) > 1 else ""
+        maker = index.producers.get(name)
+        if not (node.op_type in {"Squeeze", "Unsqueeze"} or node.op_type.startswith("Reduce")) or maker is None:
             continue
-        for k, name in enumerate(node.input[1:], 1):
-            maker = index.producers.get(name)
-            if maker is None or maker.op_type == "Constant" or name not in index.unchanging:
-                continue
-            if name not in made and (value := index.value(name)) is not None and value.size <= _SMALL:
-                made[name] = index.add_constant(added_tensor(name, "value"), value)
-            node.input[k] = made.get(name, name)
+        if maker.op_type == "Constant" or name not in index.unchanging:
+            continue
+        if name not in made and (value := index.value(name)) is not None:
+            made[name] = index.add_constant(added_tensor(name, "value"), value)
+        node.input[1] = made.get(name, name)
     if made:
         drop_unread(index.graph)
     return len(made)
