@@ -14,6 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 from compress.graph.functional import constant_value, is_constant
 from compress.graph.modules import bake
 from compress.graph.ops import (
+    BATCH_NORMS,
     SPELLINGS,
     WEIGHTED,
     attribute_of,
@@ -78,7 +79,7 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if calls.count(layer.target) != 1 or calls.count(norm.target) != 1:
         return None
     module = node_module(norm)
-    if type(module).forward not in {nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward}:  # that of 1d and 3d is the first
+    if type(module).forward not in {norm_class.forward for norm_class in BATCH_NORMS}:
         return None  # a subclass that does more than normalize (timm's BatchNormAct2d)
     return (layer, norm) if getattr(module, "running_mean", None) is not None else None
 

@@ -214,9 +214,8 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "search": Traits(category="lookup", data_inputs=MANY),  # where values are in a sorted row
         "scan": Traits(category="lookup", needs_float=True),  # sums, products or extremes up to each position
         "sort": Traits(category="lookup"),  # values of an axis in their order, all or some
-        "other": Traits(
-            category="lookup", data_inputs=MANY, needs_float=True
-        ),  # multiplies no matrices; no more is known
+        # Multiplies no matrices; no more is known.
+        "other": Traits(category="lookup", data_inputs=MANY, needs_float=True),
         "nms": Traits(category="lookup", data_inputs=2),  # which of some boxes are left
         "position_bias": Traits(category="lookup"),  # torchvision's Swin: biases of attention by relative position
         "shape": _SHAPE,
@@ -253,6 +252,8 @@ AVERAGES = frozenset({"avg_pool", "adaptive_avg_pool", "mean"})
 # Operations that compute with sizes, not with the values of activations.
 SHAPES = kinds(lambda t: t.category == "shape")
 
+# Torch's classes of batch normalization.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Spelling = type[nn.Module] | Callable[..., object] | str
 
@@ -265,126 +266,81 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     ),
     "linear": (nn.Linear, F.linear),
-    "matmul": (torch.matmul, operator.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm", "__matmul__"),
-    "addmm": (torch.addmm, torch.baddbmm, "addmm", "baddbmm"),
+    "matmul": (operator.matmul, "matmul", "bmm", "mm", "__matmul__"),
+    "addmm": ("addmm", "baddbmm"),
     "einsum": (torch.einsum,),
     "attention": (nn.MultiheadAttention, F.scaled_dot_product_attention, F.multi_head_attention_forward),
-    "contraction": (torch.tensordot, torch.inner, torch.mv, torch.dot, "inner", "mv", "dot"),
+    "contraction": (torch.tensordot, "inner", "mv", "dot"),
     "recurrent": (nn.RNNBase, nn.RNNCellBase),
-    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, F.batch_norm),
+    "batch_norm": (*BATCH_NORMS, F.batch_norm),
     "layer_norm": (nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm),
     "group_norm": (nn.GroupNorm, F.group_norm),
     "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, F.instance_norm),
     "local_response_norm": (nn.LocalResponseNorm, F.local_response_norm),
     "normalize": (F.normalize,),
-    "softmax": (nn.Softmax, nn.Softmax2d, F.softmax, torch.softmax, "softmax"),
-    "log_softmax": (nn.LogSoftmax, F.log_softmax, torch.log_softmax, "log_softmax"),
-    "relu": (nn.ReLU, F.relu, torch.relu, "relu"),
+    "softmax": (nn.Softmax, nn.Softmax2d, F.softmax, "softmax"),
+    "log_softmax": (nn.LogSoftmax, F.log_softmax, "log_softmax"),
+    "relu": (nn.ReLU, F.relu, "relu"),
     "relu6": (nn.ReLU6, F.relu6),
-    "clamp": (nn.Hardtanh, F.hardtanh, torch.clamp, torch.clip, "clamp", "clip"),
+    "clamp": (nn.Hardtanh, F.hardtanh, "clamp", "clip"),
     "leaky_relu": (nn.LeakyReLU, nn.PReLU, nn.RReLU, F.leaky_relu, F.prelu),
     "silu": (nn.SiLU, F.silu),
     "gelu": (nn.GELU, F.gelu),
     "hardswish": (nn.Hardswish, F.hardswish),
     "hardsigmoid": (nn.Hardsigmoid, F.hardsigmoid),
-    "sigmoid": (nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid"),
-    "tanh": (nn.Tanh, torch.tanh, F.tanh, "tanh"),
+    "sigmoid": (nn.Sigmoid, F.sigmoid, "sigmoid"),
+    "tanh": (nn.Tanh, F.tanh, "tanh"),
     "elu": (nn.ELU, nn.CELU, nn.SELU, F.elu, F.selu, F.celu),
     "mish": (nn.Mish, F.mish),
     "glu": (nn.GLU, F.glu),
     "softplus": (nn.Softplus, F.softplus),
-    "add": (operator.add, operator.iadd, torch.add, "add", "__add__", "__radd__"),
-    "sub": (operator.sub, operator.isub, torch.sub, torch.rsub, torch.subtract, "sub", "subtract"),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "multiply"),
-    "div": (
-        *(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide),
-        *("div", "divide", "true_divide"),
-    ),
-    "neg": (operator.neg, torch.neg, "neg", "negative"),
-    "maximum": (torch.maximum, "maximum"),
-    "minimum": (torch.minimum, "minimum"),
-    "where": (torch.where, "where"),
-    "masked_fill": (torch.masked_fill, "masked_fill"),
-    "pow": (operator.pow, torch.pow, "pow"),
-    "square": (torch.square, "square"),
-    "sqrt": (torch.sqrt, "sqrt"),
-    "rsqrt": (torch.rsqrt, "rsqrt"),
-    "exp": (torch.exp, "exp"),
-    "log": (torch.log, torch.log1p, "log", "log1p", "log2", "log10"),
-    "sin": (torch.sin, "sin"),
-    "cos": (torch.cos, "cos"),
-    "abs": (torch.abs, operator.abs, "abs", "absolute"),
-    "round": (
-        *(torch.round, torch.floor, torch.ceil, torch.trunc, torch.sign),
-        *("round", "floor", "ceil", "trunc", "sign"),
-    ),
+    "add": (operator.add, operator.iadd, "add", "__add__", "__radd__"),
+    "sub": (operator.sub, operator.isub, torch.rsub, "sub", "subtract"),
+    "mul": (operator.mul, operator.imul, "mul", "multiply"),
+    "div": (operator.truediv, operator.itruediv, "div", "divide", "true_divide"),
+    "neg": (operator.neg, "neg", "negative"),
+    "maximum": ("maximum",),
+    "minimum": ("minimum",),
+    "where": ("where",),
+    "masked_fill": ("masked_fill",),
+    "pow": (operator.pow, "pow"),
+    "square": ("square",),
+    "sqrt": ("sqrt",),
+    "rsqrt": ("rsqrt",),
+    "exp": ("exp",),
+    "log": ("log", "log1p", "log2", "log10"),
+    "sin": ("sin",),
+    "cos": ("cos",),
+    "abs": (operator.abs, "abs", "absolute"),
+    "round": ("round", "floor", "ceil", "trunc", "sign"),
     "function": (
-        *(nn.Softsign, nn.LogSigmoid, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink, F.softsign, F.logsigmoid),
-        *(F.hardshrink, F.softshrink, F.tanhshrink, torch.erf, torch.reciprocal, torch.expm1, torch.tan, torch.atan),
-        *(torch.clamp_min, torch.clamp_max, F.threshold),
-        *("erf", "reciprocal", "expm1", "tan", "atan", "clamp_min", "clamp_max"),
-        *(torch.sinh, torch.cosh, torch.asinh, torch.exp2, torch.erfc, torch.frac, torch.nan_to_num, torch.sinc),
-        *(
-            "sinh",
-            "cosh",
-            "asinh",
-            "exp2",
-            "erfc",
-            "frac",
-            "nan_to_num",
-            "sinc",
-            "logit",
-            "lgamma",
-            "digamma",
-            "erfinv",
-        ),
-        *(
-            "acos",
-            "asin",
-            "atanh",
-            "acosh",
-            "arccos",
-            "arcsin",
-            "arctan",
-            "arcsinh",
-            "deg2rad",
-            "rad2deg",
-            nn.Threshold,
-        ),
+        *(nn.Softsign, nn.LogSigmoid, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink, nn.Threshold, F.softsign),
+        *(F.logsigmoid, F.hardshrink, F.softshrink, F.tanhshrink, F.threshold),
+        *("erf", "erfc", "erfinv", "reciprocal", "expm1", "exp2", "frac", "nan_to_num", "sinc", "logit", "lgamma"),
+        *("tan", "atan", "arctan", "sinh", "asinh", "arcsinh", "cosh", "acosh", "acos", "arccos", "asin"),
+        *("arcsin", "atanh", "digamma", "deg2rad", "rad2deg", "clamp_min", "clamp_max"),
     ),
     "functions": (
-        *(torch.atan2, torch.hypot, torch.lerp, torch.addcmul, torch.fmod, torch.remainder, torch.logaddexp),
         *("atan2", "hypot", "lerp", "addcmul", "fmod", "remainder", "logaddexp", "logaddexp2", "addcdiv", "arctan2"),
         *("copysign", "fmax", "fmin", "heaviside", "ldexp", "xlogy", "floor_divide"),
     ),
     "logic": (
-        *(torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, "eq", "ne", "lt", "le", "gt", "ge"),
-        *(torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not, torch.isnan, torch.isfinite),
-        *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "long", "int", "bool"),
-        *(operator.and_, operator.or_, operator.xor, operator.invert, torch.bitwise_not, "bitwise_and", "bitwise_or"),
-        *(
-            "less",
-            "less_equal",
-            "greater",
-            "greater_equal",
-            "not_equal",
-            "isclose",
-            "isinf",
-            "bitwise_xor",
-            "bitwise_not",
-        ),
+        *(operator.and_, operator.or_, operator.xor, operator.invert),
+        *("eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "not_equal", "isclose"),
+        *("logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isfinite", "isinf"),
+        *("long", "int", "bool"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
     ),
-    "mean": (torch.mean, "mean"),
-    "sum": (torch.sum, "sum"),
-    "max": (torch.max, torch.amax, "max", "amax"),
-    "min": (torch.min, torch.amin, "min", "amin"),
-    "var": (torch.var, torch.std, "var", "std"),
+    "mean": ("mean",),
+    "sum": ("sum",),
+    "max": ("max", "amax"),
+    "min": ("min", "amin"),
+    "var": ("var", "std"),
     "reduce": (
-        *(torch.prod, torch.logsumexp, torch.nansum, torch.nanmean, torch.median, torch.argmax, torch.argmin),
         *("prod", "logsumexp", "nansum", "nanmean", "median", "argmax", "argmin"),
-        *(torch.any, torch.all, torch.count_nonzero, "any", "all", "count_nonzero"),
+        *("any", "all", "count_nonzero"),
     ),
-    "vector_norm": (torch.linalg.vector_norm, torch.norm, "norm"),
+    "vector_norm": (torch.linalg.vector_norm, "norm"),
     "max_pool": (
         *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
         *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d, F.max_pool1d_with_indices),
@@ -405,25 +361,19 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.CircularPad1d, nn.CircularPad2d),
         *(nn.CircularPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d, F.pad),
     ),
-    "flatten": (nn.Flatten, nn.Unflatten, torch.flatten, torch.unflatten, "flatten", "unflatten"),
-    "reshape": (torch.reshape, "reshape", "view", "view_as", "reshape_as", "ravel"),
-    "transpose": (
-        *(torch.transpose, torch.permute, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis),
-        *("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis"),
-    ),
-    "squeeze": (torch.squeeze, torch.unsqueeze, "squeeze", "unsqueeze"),
-    "repeat": (
-        *(torch.repeat_interleave, torch.tile, torch.broadcast_to),
-        *("repeat_interleave", "tile", "expand", "expand_as", "repeat", "broadcast_to"),
-    ),
-    "split": (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split"),
-    "getitem": (operator.getitem, torch.index_select, "select", "narrow", "index_select", "__getitem__"),
+    "flatten": (nn.Flatten, nn.Unflatten, "flatten", "unflatten"),
+    "reshape": ("reshape", "view", "view_as", "reshape_as", "ravel"),
+    "transpose": ("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis"),
+    "squeeze": ("squeeze", "unsqueeze"),
+    "repeat": ("repeat_interleave", "tile", "expand", "expand_as", "repeat", "broadcast_to"),
+    "split": ("split", "chunk", "unbind", "tensor_split"),
+    "getitem": (operator.getitem, "select", "narrow", "index_select", "__getitem__"),
     "getattr": (getattr,),
     "pixel_shuffle": (nn.PixelShuffle, F.pixel_shuffle),
     "pixel_unshuffle": (nn.PixelUnshuffle, F.pixel_unshuffle),
     "channel_shuffle": (nn.ChannelShuffle, F.channel_shuffle),
-    "roll": (torch.roll, "roll"),
-    "flip": (torch.flip, torch.fliplr, torch.flipud, torch.rot90, "flip", "fliplr", "flipud", "rot90"),
+    "roll": ("roll",),
+    "flip": ("flip", "fliplr", "flipud", "rot90"),
     "unfold": (nn.Unfold, F.unfold, "unfold"),
     "concat": (torch.cat, torch.concat, torch.concatenate),
     "stack": (torch.stack,),
@@ -436,20 +386,12 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, InTraining),
     ),
     "embedding": (nn.Embedding,),
-    "scatter": (
-        *(torch.scatter, torch.scatter_add, torch.scatter_reduce, torch.index_add, torch.index_put, torch.index_copy),
-        *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy"),
-    ),
-    "gather": (torch.gather, torch.take_along_dim, "gather", "take_along_dim"),
-    "count": (torch.bincount, torch.histc, torch.unique, torch.nonzero, "bincount", "histc", "unique", "nonzero"),
+    "scatter": ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy"),
+    "gather": ("gather", "take_along_dim"),
+    "count": ("bincount", "histc", "unique", "nonzero"),
     "sample": (
+        *(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d),
         F.grid_sample,
-        F.max_unpool1d,
-        F.max_unpool2d,
-        F.max_unpool3d,
-        nn.MaxUnpool1d,
-        nn.MaxUnpool2d,
-        nn.MaxUnpool3d,
     ),
     "search": (torch.searchsorted, torch.bucketize),
     "other": (
@@ -461,11 +403,8 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
         *("tril", "triu", "diag_embed", "diagonal", "diff", "cross", "take", "outer", "renorm", "trace", "index_fill"),
         *("masked_scatter", "masked_select"),
     ),
-    "scan": (
-        *(torch.cumsum, torch.cumprod, torch.cummax, torch.cummin, torch.logcumsumexp),
-        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
-    ),
-    "sort": (torch.sort, torch.argsort, torch.topk, torch.kthvalue, "sort", "argsort", "topk", "kthvalue"),
+    "scan": ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    "sort": ("sort", "argsort", "topk", "kthvalue"),
     "shape": (
         len,
         ByMode,
@@ -511,8 +450,8 @@ _ATTRIBUTES = {
 _MODULES = {s: kind for kind, row in SPELLINGS.items() for s in row if isinstance(s, type)}
 _METHODS = {s: kind for kind, row in SPELLINGS.items() for s in row if isinstance(s, str)}
 _FUNCTIONS: dict[object, str] = {
-    s: kind for kind, row in SPELLINGS.items() for s in row if not isinstance(s, (type, str))
-}
+    getattr(torch, s): kind for s, kind in _METHODS.items() if callable(getattr(torch, s, None))
+} | {s: kind for kind, row in SPELLINGS.items() for s in row if not isinstance(s, (type, str))}
 
 # Methods whose result depends on a tensor's shape and type alone.
 METHODS_OF_SHAPE = frozenset(method for method, kind in _METHODS.items() if kind in SHAPES)
@@ -562,9 +501,7 @@ def node_kind(node: fx.Node) -> str:
     if isinstance(node.target, type) and node.users and all(node_kind(user) == "output" for user in node.users):
         return "output"  # torch.fx calls the class of a dataclass or NamedTuple that the network returns
     function = out_of_place(node.target)
-    name = getattr(function, "__name__", "")
-    method = getattr(torch, name, None) is function and _METHODS.get(name)
-    return _FUNCTIONS.get(function) or method or _BY_NAME.get(name, "unknown")
+    return _FUNCTIONS.get(function) or _BY_NAME.get(getattr(function, "__name__", ""), "unknown")
 
 
 def out_of_place(target: Callable[..., object] | str) -> Callable[..., object] | str:

@@ -678,8 +678,8 @@ class Tracer(fx.Tracer):
         proxy: Any = obj
         if self.values is None:
             return super().iter(obj)
-        batch = obj.node.op == "placeholder"  # whose first axis has another size in each call
-        value = self.values.known(obj.node) if batch else self.values.sized(obj.node)
+        given = obj.node.op == "placeholder"  # an input: the size of its first axis, the batch, differs between calls
+        value = self.values.known(obj.node) if given else self.values.sized(obj.node)
         return iter([proxy[i] for i in range(len(value))])
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -193,7 +193,8 @@ def _measure(ranges: Ranges, session: FloatSession, data: list[Arrays]) -> None:
 def _cast(
     source: SourceFile, precision: str, *, beside: Path, keep: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[SourceFile, Casting]:
-    weights = MadeWeights(beside) if source.external else None  # large: what is computed of them goes to a file too
+    # Weights of a model with external data may be more than memory holds: those in half precision are in a file too.
+    weights = MadeWeights(beside) if source.external else None
     made = replace(source, proto=copied(source), made=weights)
     return made, cast_model(made.proto, precision, keep=keep, weights=made, **options)
 

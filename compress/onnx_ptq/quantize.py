@@ -962,9 +962,10 @@ def correct_biases(
             if key not in rounded:
                 rounded[key] = fake_quantize(x, scale, layer.site.format)
             own.append((mean_inputs(x, layer.window), mean_inputs(rounded[key], layer.window)))
-    for layer, own in [(layer, own) for layer, own in zip(layers, means, strict=True) if own]:
+    reached = [(layer, own) for layer, own in zip(layers, means, strict=True) if own]
+    for layer, own in reached:
         _correct(index, layer, own, amax[f"{layer.weight.path}.weight_quantizer"])
-    return (f"the biases of {len(layers)} layers make up for the mean error of rounding (bias_correction: auto)",)
+    return (f"the biases of {len(reached)} layers make up for the mean error of rounding (bias_correction: auto)",)
 
 
 def _correct(index: Index, layer: _Layer, means: Sequence[tuple[Tensor, Tensor]], amax: Tensor) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import onnx
@@ -69,7 +69,7 @@ OLDEST, NEWEST = 6, 25
 _FIRST_RUN = 7
 
 # Bytes at whose multiples weights begin in files: pages.
-ALIGNED = 4096
+_ALIGNED = 4096
 
 # Elements of the largest tensor that is taken for real, 8 GB in float32.
 MOST_ELEMENTS = 1 << 31
@@ -114,6 +114,15 @@ QUANTIZED = frozenset(
 _ASIDE = "compress.aside"
 
 
+def move_data(tensor: onnx.TensorProto, raw: bytes, file: IO[bytes], name: str) -> None:
+    # Writes the bytes of a tensor at the end of a file, whose name the tensor has instead of them.
+    offset = file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
+    file.write(raw)
+    tensor.raw_data = b"\0"
+    external_data_helper.set_external_data(tensor, name, offset=offset, length=len(raw))
+    tensor.ClearField("raw_data")
+
+
 class MadeWeights:
     """Weights in a temporary file beside `path`: a session maps them."""
 
@@ -124,12 +133,9 @@ class MadeWeights:
 
     def add(self, tensor: onnx.TensorProto) -> None:
         """Move the data of a tensor to the file, if they are large."""
-        if (length := len(tensor.raw_data)) > SMALL_CONSTANT:
-            offset = self._file.seek(-(-self._file.tell() // ALIGNED) * ALIGNED)
-            self._file.write(tensor.raw_data)
+        if len(tensor.raw_data) > SMALL_CONSTANT:
+            move_data(tensor, tensor.raw_data, self._file, self.path.name)
             self._file.flush()
-            external_data_helper.set_external_data(tensor, self.path.name, offset=offset, length=length)
-            tensor.ClearField("raw_data")
 
     def __contains__(self, tensor: onnx.TensorProto) -> bool:
         return any(one.value == self.path.name for one in tensor.external_data)

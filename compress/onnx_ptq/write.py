@@ -39,7 +39,7 @@ from compress.onnx_graph import (
     write_model,
 )
 from compress.onnx_ptq.read import OUTPUT, Reading, Weight
-from compress.onnx_ptq.source import ALIGNED, Index, SourceFile, Types, session_options, unknown_to_runtime
+from compress.onnx_ptq.source import Index, SourceFile, Types, move_data, session_options, unknown_to_runtime
 from compress.quantization.numerics import QuantFormat, bounds_of, quantize_tensor, scale_from_amax, zero_of
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 from compress.support.libraries import import_library, library_errors
@@ -284,13 +284,7 @@ def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
                 outside = external_data_helper.uses_external_data(tensor)
                 if not outside and len(tensor.raw_data) <= _INSIDE:
                     continue
-                raw = source.whole(tensor).raw_data
-                file.seek(-(-file.tell() // ALIGNED) * ALIGNED)
-                offset = file.tell()
-                file.write(raw)
-                tensor.raw_data = b"\0"
-                external_data_helper.set_external_data(tensor, data.name, offset=offset, length=len(raw))
-                tensor.ClearField("raw_data")
+                move_data(tensor, source.whole(tensor).raw_data, file, data.name)
         yield proto
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from compress.errors import SearchError, near_misses
 from compress.graph.inputs import flat_tensors, hooked
-from compress.graph.ops import attribute_of
+from compress.graph.ops import BATCH_NORMS, attribute_of
 from compress.models import ModelSpec
 from compress.models.by_name import build_model
 from compress.search.space import (
@@ -29,7 +29,6 @@ from compress.training.optim import recalibrate_batchnorm
 # For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`.
 Scores = Mapping[str, Tensor]
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LEARNING_RATE = 1e-3
 
 
@@ -103,7 +102,7 @@ def reconstruct(
 
 
 def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]) -> dict[str, Tensor]:
-    paths = {path for path, module in small.named_modules() if isinstance(module, _NORMS)}
+    paths = {path for path, module in small.named_modules() if isinstance(module, BATCH_NORMS)}
     return {
         path: kept_positions(axis, removed)
         for axis in structure.axes
@@ -246,7 +245,7 @@ def _uses(structure: Structure, roles: set[str]) -> list[Axis]:
 
 def _is_scale(structure: Structure, use: Axis) -> bool:
     path, _, name = use.path.rpartition(".")
-    return name == "weight" and isinstance(structure.graph.get_submodule(path), _NORMS)
+    return name == "weight" and isinstance(structure.graph.get_submodule(path), BATCH_NORMS)
 
 
 def rebuilt(

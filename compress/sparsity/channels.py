@@ -20,7 +20,7 @@ from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.modules import modes_restored
-from compress.graph.ops import attribute_of
+from compress.graph.ops import BATCH_NORMS, attribute_of
 from compress.graph.trace import check_module, trace
 from compress.sparsity import SparsitySpec, check_sparsity_spec
 from compress.sparsity.eligibility import check_rules, left_dense, weight_of, weighted_layers
@@ -36,7 +36,7 @@ FEWEST = 2  # channels that stay of a group: an axis of one looks like one witho
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *BATCH_NORMS,
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 
