@@ -456,7 +456,7 @@ def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]
 
 
 def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[Candidate]:
-    dtype = layout.plan.dtype
+    dtype = reference.type_for((x for x in step.inputs if isinstance(x, Tensor)), layout.plan.dtype)
 
     def fitting(x: Tensor) -> Tensor:
         return x.to(bindings.device, dtype if x.is_floating_point() else x.dtype)
@@ -473,7 +473,8 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
 
     def run(tensors: Tensors) -> None:
         given = {name: fitting(tensors[name]) for name in step.reads}
-        for name, result in zip(step.outputs, reference.applied(ready, given), strict=False):
+        for name, made in zip(step.outputs, reference.applied(ready, given), strict=False):
+            result = made if dtype == layout.plan.dtype else reference.fitted(made, layout.plan.dtype)
             if name in layout.places:
                 tensors[name].copy_(result)
             else:  # torch may give a view of what it read, which lies in memory that is used again

@@ -56,7 +56,7 @@ OPTIONS = {
     "whole network where its integers are slower (torch compiles it, for a minute); layers: these alone; no: never",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model, which begins with "
     "those of other models in its folder",
-    "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
+    "profile": "yes: every layer can be timed, so that torch compiles no whole network; no by default",
     "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
 }
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -154,7 +154,7 @@ class CudaEngine(Engine):
             raise EngineError(f"cuda: jobs is {jobs!r}: it must be a number of 0 or more")
         self._jobs = int(jobs)
         floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "layers", "no"))
-        self._float_network = floats == "yes"
+        self._float_network = floats == "yes" and build.options.get("profile") != "yes"
         self._ways = _ways(device, floats=floats != "no")
         names = [tensor.shape[0] if tensor.shape else 0 for tensor in (*file.inputs, *file.outputs)]
         self._divisible = bool(file.batch_names) and all(size == -1 for size in names)
@@ -222,7 +222,7 @@ class CudaEngine(Engine):
         if program.floats:
             raise EngineError(
                 f"{self.info.label}: the network runs in floating point, and torch's compiler has joined its layers; "
-                "load it with floats='layers' to time those of integers"
+                "load it with profile='yes' (or floats='layers') to time them"
             )
         return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
 

@@ -35,7 +35,7 @@ from compress.engines.cuda.plan.activation import Activation, recognize_activati
 from compress.engines.cuda.plan.graph import Graph, Node, without_dead
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid, real_weight, resolve_quantizers
-from compress.engines.cuda.plan.steps import Attention, Convolution, Linear, Product, Step
+from compress.engines.cuda.plan.steps import Attention, Convolution, FloatOperation, Linear, Product, Step
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import Request, compile_requests, recorded
@@ -401,19 +401,19 @@ def float_graph(graph: Graph) -> Graph:
 def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> FloatNetwork:
     """The function of a graph without quantizers, computed in `dtype`; outputs have the types of the file."""
 
+    def own(node: Node) -> dict[int, Tensor]:
+        return {i: graph.constants[name] for i, name in enumerate(node.inputs) if name in graph.constants}
+
+    types = {node.name: reference.type_for(own(node).values(), dtype) for node in graph.nodes}
+
     def fitting(node: Node, index: int, value: Tensor) -> Tensor:
         if is_read_by_the_host(node.op, index, value):
             return value.cpu()
-        value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        value = value.to(device, types[node.name]) if value.is_floating_point() else value.to(device)
         image = node.op == "Conv" and value.dim() == 4
         return value.contiguous(memory_format=torch.channels_last) if image else value
 
-    constants = {
-        (node.name, i): fitting(node, i, graph.constants[name])
-        for node in graph.nodes
-        for i, name in enumerate(node.inputs)
-        if name in graph.constants
-    }
+    constants = {(node.name, i): fitting(node, i, x) for node in graph.nodes for i, x in own(node).items()}
 
     fixed = {name: graph.constants[name].to(device) for name in graph.outputs if name in graph.constants}
 
@@ -423,7 +423,12 @@ def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> Flo
         }
         for node in graph.nodes:
             given = [constants.get((node.name, i), values.get(name)) for i, name in enumerate(node.inputs)]
-            values.update(zip(node.outputs, _results(node, given), strict=False))
+            if types[node.name] == dtype:
+                made = _results(node, given)
+            else:
+                wide = [x.float() if x is not None and x.is_floating_point() else x for x in given]
+                made = tuple(reference.fitted(x, dtype) for x in _results(node, wide))
+            values.update(zip(node.outputs, made, strict=False))
         values |= fixed
         return tuple(values[name].to(graph.dtypes[name]) for name in graph.outputs)
 
@@ -451,6 +456,8 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 
 _INTEGERS, _FLOATS = "integers", "floats"
+# A network of none of these has too little to compute for the minute that torch's compiler takes.
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # Largest relative error, in the norm, of results in floating point; beyond it they are refused.
 _MOST_APART = 0.5
 # Parts of a batch that run beside each other: ResNet-50 at batch 128 was slower in 4 parts on 2 streams.
@@ -629,7 +636,10 @@ class Program:
 
     def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
         """Take the network of all parts in floating point where its graph is faster and computes the same."""
-        products = any(isinstance(step, (Product, Attention)) for step in self.layout.steps)
+        products = any(
+            isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in _PRODUCTS)
+            for step in self.layout.steps
+        )
         if self._recorded is not None and products:
             with torch.cuda.device(self.executor.device):
                 self._recorded = self._faster(self._recorded, network, plan)

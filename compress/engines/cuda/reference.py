@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -163,6 +163,24 @@ def _copy(step: Copy, tensors: Tensors) -> Results:
 def _float_operation(step: FloatOperation, tensors: Tensors) -> Results:
     results = applied(step, {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()})
     return dict(zip(step.outputs, results, strict=False))
+
+
+def type_for(constants: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 for an operation whose constants do not fit into it, such as a variance of 100,000."""
+    limits = torch.finfo(dtype)
+    for value in constants:
+        sizes = value.abs()[value.isfinite()] if value.is_floating_point() else value.new_zeros(0)
+        if sizes.numel() and (sizes.max() > limits.max or 0 < sizes.max() < limits.tiny):
+            return torch.float32
+    return dtype
+
+
+def fitted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating point as `dtype`; what is beyond its largest number becomes that, so that 0 times it is still 0."""
+    if not value.is_floating_point() or value.dtype == dtype:
+        return value
+    largest = torch.finfo(dtype).max
+    return torch.where(value.isfinite(), value.clamp(-largest, largest), value).to(dtype)
 
 
 def applied(step: Operation, tensors: Tensors) -> tuple[Tensor, ...]:

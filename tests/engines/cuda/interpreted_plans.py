@@ -9,15 +9,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.reference
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 
 from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.executor import Executor
+from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import lay_out
-from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.program import differences
+from compress.engines.cuda.plan.lower import lower, make_plan
+from compress.engines.cuda.program import differences, float_graph, float_network
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_depthwise import RowsTile, depthwise_rows, pack_dots
 from compress.kernels.triton.int8_descriptors import PointwiseTile, WindowTile, deep, pointwise, window
@@ -318,6 +321,35 @@ def check_epilogues(device):
             assert not (codes.cpu() - expected)[((y / 0.02) % 1 - 0.5).abs() > 1e-3].any(), name
 
 
+BEYOND = {  # constants that float16 does not hold
+    "variance": "y = BatchNormalization (x, one, one, mean, large)",
+    "divisor": "y = Div (x, large)",
+    "small factor": "y = Mul (x, small)",
+    "mask of whole rows": "no = Less (x, x) z = Where (no, x, lowest) y = Softmax <axis = -1> (z)",
+    "factor of a mask": "no = Less (x, one) n = Cast <to = 1> (no) z = Mul (n, lowest) p = Add (z, x) y = Relu (p)",
+}
+
+
+def check_float16(device):
+    for case, nodes in BEYOND.items():
+        constants = "float[2] one = {1, 1}, float[2] mean = {2000, -3000}, float[2] large = {1e6, 4e6}"
+        scalars = "float[1] small = {4e-8}, float lowest = {-3.4e38}"
+        model = onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["" : 15]> g (float[3, 2] x) => (float[3, 2] y) <{constants}, {scalars}> '
+            f"{{ {nodes} }}"
+        )
+        x = np.array([[2500, -900], [1000, -4000], [-2000, 30]], np.float32)
+        (expected,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": x})
+        with tempfile.TemporaryDirectory() as folder:
+            onnx.save(model, Path(folder) / "m.onnx")
+            graph = read_graph(Path(folder) / "m.onnx")
+        inputs, layout = torch.from_numpy(x).to(device), lay_out(lower(graph, torch.float16))
+        ways = [candidates(step, layout, Bindings(device, {}))[0].run for step in layout.steps]
+        (layers,) = Executor(layout, ways, device).run({"x": inputs}).values()
+        for found in (float_network(float_graph(graph), torch.float16, device)(inputs)[0], layers):
+            np.testing.assert_allclose(found.cpu().numpy(), expected, rtol=4e-3, atol=1e-5, err_msg=case)
+
+
 @settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(networks())
 def check_networks(network):
@@ -334,6 +366,6 @@ def check_networks(network):
 def main():
     for case in CASES:
         check(case, torch.device("cpu"))
-    for run in (check_pointwise, check_dots, check_windows, check_epilogues):
+    for run in (check_pointwise, check_dots, check_windows, check_epilogues, check_float16):
         run(torch.device("cpu"))
     check_networks()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -49,6 +50,33 @@ def test_it_computes_what_onnx_runtime_does_for_every_batch(tmp_path):
         assert engine.info.label == "cuda (exact)"
     with pytest.raises(EngineError, match="closed"):
         engine.run({"input": x})
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Mul (x, one)",
+        "y = Identity (x)",
+        "y = Mul (x, tiny)",
+        "a = Max (x, low) y = Min (a, high)",
+        "a = Relu (x) y = Min (a, high)",
+        "y = Min (x, high)",
+        "a = Sub (x, high) y = Exp (a)",
+        "a = Sub (x, high) y = Sigmoid (a)",
+        "a = Add (x, high) y = Tanh (a)",
+        "i = Cast <to = 7> (x) k = Mul (i, number) y = Cast <to = 1> (k)",
+    ],
+)
+def test_functions_are_what_the_file_says_everywhere(nodes, tmp_path):
+    constants = "float one = {1}, float tiny = {4e-8}, float low = {-20}, float high = {20}, int64 number = {1}"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 15]> g (float[402] x) => (float[402] y) <{constants}> {{ {nodes} }}'
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    x = np.concatenate([np.linspace(-80, 80, 400), [-5e4, 90]]).astype(np.float32)
+    (expected,) = open_session(model, optimize=False).run(None, {"x": x})
+    with build_engine(tmp_path / "m.onnx", "cuda", device="cpu") as engine:
+        np.testing.assert_allclose(engine.run({"x": x})["y"], expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("move", range(len(MOVES)))

@@ -134,22 +134,36 @@ def _sources(graph: Graph, group: list[Node]) -> list[str]:
 def _known(graph: Graph, group: list[Node], source: str) -> Activation | None:
     if source in graph.constants or graph.shapes[source] != graph.shapes[group[0].outputs[0]]:
         return None
+    if not graph.dtypes[source].is_floating_point:
+        return None
     if len(group) == 1:
         simple = _simple(graph, group[0])
         if simple is not None:
             return simple
-    x = torch.linspace(-12, 12, 4801, dtype=torch.float64)
-    y = _run(graph, group, source, x)
-    if y is None or not bool(torch.isfinite(y).all()):
+    y = _run(graph, group, source, _AT)
+    if y is None or not bool(torch.isfinite(y[: len(_NEAR)]).all()):
         return None
     for kind, function in _FUNCTIONS.items():
-        if float((y - function(x)).abs().max()) < 2e-4:  # an exporter's tanh form of GELU is 5e-4 from the exact one
+        if _is_same(y, function(_AT), _AT_MOST_APART):
             return Activation(kind)
     lower, upper = float(y.min()), float(y.max())
-    for bounds in ((lower, upper), (lower, math.inf), (-math.inf, upper)):
-        if float((y - x.clamp(*bounds)).abs().max()) < 1e-6 and bounds[0] < bounds[1]:
-            return Activation("clip", *bounds) if max(map(abs, (lower, upper))) > 0 else None
+    for bounds in ((-math.inf, math.inf), (lower, math.inf), (-math.inf, upper), (lower, upper)):
+        if bounds[0] < bounds[1] and _is_same(y, _AT.clamp(*bounds), 1e-6, least=0.0):
+            return Activation("clip", *bounds) if math.isfinite(min(map(abs, bounds))) else NONE
     return None
+
+
+# Where functions are compared: exp overflows beyond 700, and a bound may be anywhere in float32.
+_NEAR = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+_FAR = torch.logspace(math.log10(12), 38, 1200, dtype=torch.float64)
+_AT = torch.cat([_NEAR, _FAR, -_FAR])
+_AT_MOST_APART = 2e-4  # an exporter's tanh form of GELU is 5e-4 from the exact one
+
+
+def _is_same(y: Tensor, expected: Tensor, most: float, least: float = 1.0) -> bool:
+    """True if errors are at most `most`, of values beyond `least` in relation to them, wherever y is finite."""
+    apart = (y - expected).abs() <= most * expected.abs().clamp(min=least)
+    return bool((apart | ~torch.isfinite(y)).all())
 
 
 def _simple(graph: Graph, node: Node) -> Activation | None:
