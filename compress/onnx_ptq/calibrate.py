@@ -5,11 +5,6 @@ computed at a time, several such pieces beside each other, and what remains of t
 piece serve the next: new pages cost as much as a tenth of the network's run. A piece is computed by one thread where
 memory allows one for each core, because threads of one run wait at each layer for the slowest. A batch is taken apart
 only if that changes no result: the second image is computed twice, alone, and between two others.
-
-On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result into
-the file's order, which takes up to a fourth of a pass. Its optimized graph has these copies as nodes; without them the
-results are the blocked tensors, of which the sample is read at other places. The layout is ONNX Runtime's own affair:
-an image is compared in both orders.
 """
 
 from __future__ import annotations
@@ -67,6 +62,10 @@ _COPY = "ReorderOutput"
 _REMEMBERED = 1 << 28
 
 
+# On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result into
+# the file's order, which takes up to a fourth of a pass. Its optimized graph has these copies as nodes; without them the
+# results are the blocked tensors, of which the sample is read at other places. The layout is ONNX Runtime's own affair:
+# an image is compared in both orders.
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
     """Images in blocks of channels.

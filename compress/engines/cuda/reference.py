@@ -166,7 +166,7 @@ def _float_operation(step: FloatOperation, tensors: Tensors) -> Results:
 
 
 def type_for(constants: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 for an operation whose constants do not fit into it, such as a variance of 100,000."""
+    """`dtype`, or float32 where it does not hold the constants."""
     limits = torch.finfo(dtype)
     for value in constants:
         sizes = value.abs()[value.isfinite()] if value.is_floating_point() else value.new_zeros(0)
@@ -176,7 +176,7 @@ def type_for(constants: Iterable[Tensor], dtype: torch.dtype) -> torch.dtype:
 
 
 def fitted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating point as `dtype`; what is beyond its largest number becomes that, so that 0 times it is still 0."""
+    """As `dtype`, where numbers beyond its largest become that."""
     if not value.is_floating_point() or value.dtype == dtype:
         return value
     largest = torch.finfo(dtype).max

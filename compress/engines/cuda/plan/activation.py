@@ -161,7 +161,7 @@ _AT_MOST_APART = 2e-4  # an exporter's tanh form of GELU is 5e-4 from the exact 
 
 
 def _is_same(y: Tensor, expected: Tensor, most: float, least: float = 1.0) -> bool:
-    """True if errors are at most `most`, of values beyond `least` in relation to them, wherever y is finite."""
+    # Errors are relative to values beyond `least`; exp overflows before what is made of it does.
     apart = (y - expected).abs() <= most * expected.abs().clamp(min=least)
     return bool((apart | ~torch.isfinite(y)).all())
 
