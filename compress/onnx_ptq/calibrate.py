@@ -62,10 +62,10 @@ _COPY = "ReorderOutput"
 _REMEMBERED = 1 << 28
 
 
-# On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result into
-# the file's order, which takes up to a fourth of a pass. Its optimized graph has these copies as nodes; without them the
-# results are the blocked tensors, of which the sample is read at other places. The layout is ONNX Runtime's own affair:
-# an image is compared in both orders.
+# On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each result
+# into the file's order, which takes up to a fourth of a pass. Its optimized graph has these copies as nodes; without
+# them the results are the blocked tensors, of which the sample is read at other places. The layout is ONNX Runtime's
+# own affair: an image is compared in both orders.
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
     """Images in blocks of channels.
