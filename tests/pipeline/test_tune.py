@@ -115,6 +115,21 @@ def test_float_is_recommended_where_the_floor_is_out_of_reach(given_times):
     assert np.isfinite(noises).all() and max(noises) > 0
 
 
+def test_a_float_file_that_the_engine_does_not_compute_is_named(given_times, monkeypatch):
+    build = tuning.build_engine
+
+    def overflowing(path, engine):
+        built = build(path, "onnxruntime")
+        if engine == "openvino":
+            run = built.run
+            built.run = lambda feed: {name: 0 * value for name, value in run(feed).items()}
+        return built
+
+    monkeypatch.setattr(tuning, "build_engine", overflowing)
+    with pytest.warns(compress.CompressWarning, match="the float file itself misses the floor.* keeps 0.0 dB to ONNX"):
+        compress.tune(_network(), BATCHES, out=given_times / "q.onnx", spec=SPEC, sqnr_db=5.0, engine="openvino")
+
+
 def _depthwise_network():
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU()]
     for kernel in (3, 1, 5):

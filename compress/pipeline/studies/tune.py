@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from compress.engines.registry import build_engine
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, CompressWarning, QuantizationError
 from compress.export.onnx import export_onnx
 from compress.files import cache_folder, write_json
 from compress.graph.inputs import model_inputs
@@ -192,10 +193,17 @@ class _Work:
         self.pieces = [list(feeds([batch], inputs)) for batch in held]
         first = self.pieces[0][0]
         self.feed = one_image(source.proto, first) or first
-        outputs = list(self.outputs(self.path))
+        outputs = list(self.outputs(self.path, "onnxruntime"))  # an engine in fp16 may not compute what the file says
         targets = [target for batch in held for target in targets_of(batch, len(inputs))]
         self.judged = Judged(outputs, targets, metric_for(outputs[0], metric))
         forms, begun = [self.form(FLOAT, self.path)], time.monotonic()
+        if not forms[0].kept:
+            warnings.warn(
+                f"tune: on {self.engine} the float file itself misses the floor ({self.goal.text(self.judged)}): it "
+                f"keeps {forms[0].effect.sqnr_db:.1f} dB to ONNX Runtime, which computes in float32",
+                CompressWarning,
+                stacklevel=4,
+            )
         files = {"rules": self.made((), self.data, out)}
         forms.append(self.form("rules", files["rules"].path))
         self.built, groups = time.monotonic() - begun, list[Group]()
@@ -213,8 +221,8 @@ class _Work:
                 forms[place] = replace(form, ms=builds[0][form.label].p50_ms, ratio=ratio)
         return self.result(forms, groups, files, unquiet)
 
-    def outputs(self, path: Path) -> Iterator[Any]:
-        with build_engine(path, self.engine) as built:
+    def outputs(self, path: Path, engine: str) -> Iterator[Any]:
+        with build_engine(path, engine) as built:
             for pieces in self.pieces:
                 runs = [list(built.run(piece).values()) for piece in pieces]
                 found = [
@@ -223,7 +231,7 @@ class _Work:
                 yield found[0] if len(found) == 1 else tuple(found)
 
     def form(self, label: str, path: Path) -> Form:
-        results = list(self.outputs(path))
+        results = list(self.outputs(path, self.engine))
         effect = self.judged.effect_of(results)
         if self.goal.sqnr_db is None:
             kept = self.goal.met(effect, self.judged)
