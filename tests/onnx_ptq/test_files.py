@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import tracemalloc
 import warnings
 from functools import partial
@@ -20,7 +22,7 @@ import compress
 from compress.audit.engine import folded_names, lost_in_runtime
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import CalibrationError, DataError, EngineError, ExportError, QuantizationError
-from compress.onnx_ptq import calibrate
+from compress.onnx_ptq import calibrate, source
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, kinds_on_engine, on_engine, open_session
@@ -862,7 +864,7 @@ def stated():
     return model_of(nodes, {"w": weights(4, 3, 3, 3), "size": np.array([1 << 20, 1 << 20], np.int64)})
 
 
-def endless(*, limit, condition):
+def endless(*, limit, condition, rounds=2**62):
     inner = {"i": (TensorProto.INT64, []), "go": (TensorProto.BOOL, []), "v": (TensorProto.FLOAT, None)}
     body = helper.make_graph(
         [helper.make_node("Identity", [condition], ["goes"]), helper.make_node("Neg", ["v"], ["w2"])],
@@ -871,7 +873,7 @@ def endless(*, limit, condition):
         [helper.make_tensor_value_info("goes", *inner["go"]), helper.make_tensor_value_info("w2", *inner["v"])],
     )
     loop = helper.make_node("Loop", [limit, "true", "x"], ["a"], body=body, name="round")
-    values = {"w": weights(4, 3, 3, 3), "n": np.int64(2**62).reshape(()), "true": np.array(True)}
+    values = {"w": weights(4, 3, 3, 3), "n": np.int64(rounds).reshape(()), "true": np.array(True)}
     return model_of([loop, helper.make_node("Conv", ["a", "w"], ["y"])], values)
 
 
@@ -965,6 +967,34 @@ def refused(tmp_path, content, match, **options):
 def test_bad_files(tmp_path, case):
     make, match = CASES[case]
     assert "\n" not in str(refused(tmp_path, make().SerializeToString(), match))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are tried within bounds on other systems alone")
+@pytest.mark.parametrize(
+    ("start", "rounds", "bounds", "match"),
+    [
+        # A busy machine: the process gets no processor for longer than its seconds.
+        ("time.sleep(9)", 3, {"SECONDS": 8}, None),
+        ("pass", 2**30, {"SECONDS": 3}, "after 3 seconds on a processor, and it has loops"),
+        # No clock of a thread, as on macOS: the system ends the process after the seconds of all threads.
+        ("del time.pthread_getcpuclockid", 2**30, {"SECONDS": 3}, "after 3 seconds on a processor, and it has loops"),
+        ("time.sleep(600)", 3, {"_LAST_RESORT": 2}, "after 2 seconds, and it has loops"),
+    ],
+)
+def test_loops_are_bounded_by_time_on_a_processor(tmp_path, monkeypatch, start, rounds, bounds, match):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(f"import time\n{start}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "first"), prepend=os.pathsep)
+    monkeypatch.setattr(source.os, "cpu_count", lambda: 1)
+    for name, value in bounds.items():
+        monkeypatch.setattr(source, name, value)
+    content = endless(limit="n", condition="go", rounds=rounds).SerializeToString()
+    if match:
+        assert isinstance(refused(tmp_path, content, match), CalibrationError)
+    else:
+        (tmp_path / "loop.onnx").write_bytes(content)
+        (row,) = compress.audit_onnx(compress.quantize_onnx(tmp_path / "loop.onnx", DATA)).rows
+        assert row.int8
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, 200])
