@@ -15,7 +15,7 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
-from compress.onnx_ptq.canonical import constant_axes, copied, name_nodes, open_fused, shape_outputs
+from compress.onnx_ptq.canonical import constant_axes, copied, name_nodes, open_fused, plain_splits, shape_outputs
 from compress.onnx_ptq.source import (
     FloatSession,
     MadeWeights,
@@ -131,6 +131,7 @@ def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[st
     name_nodes(source.proto.graph)
     notes = [*source.notes, *open_fused(source)]
     constant_axes(source)
+    plain_splits(source)
     opset, wanted = opset_of(source.proto), OPSETS[precision]
     if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
         return source, notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import sys
@@ -586,6 +587,33 @@ def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
     reasons = {row.layer: row.reason for row in result.placement.decisions if row.decision == "float"}
     assert "has a bias that the file computes when it runs" in reasons["second"]
     assert "has a bias that is an input of the file" in reasons["third"]
+
+
+@pytest.mark.parametrize(("sizes", "order"), [(3, [2, 0, 1]), ([3, 5], [-1, 0]), ([8], [0]), (4, [1, 1])])
+@pytest.mark.parametrize("written", ["cast", "tensorrt", "onnxruntime"])
+def test_sequences_of_parts_are_written_as_splits(tmp_path, sizes, order, written):
+    # As torch's newer exporter writes chunk and split without its optimization; TensorRT takes no sequences.
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "first"),
+        helper.make_node("SplitToSequence", ["a", "sizes"], ["parts"], "split", axis=1),
+        *(helper.make_node("SequenceAt", ["parts", f"i{i}"], [f"p{i}"]) for i in range(len(order))),
+        helper.make_node("Concat", [f"p{i}" for i in range(len(order))], ["c"], axis=1),
+        helper.make_node("Conv", ["c", "v"], ["y"], "second"),
+    ]
+    values = {f"i{i}": np.int64(place) for i, place in enumerate(order)} | {"sizes": np.int64(sizes)}
+    values |= {"w": weights(8, 3, 3, 3), "v": weights(4, 8, 1, 1)}
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 6, 6]}, values, opset=18), tmp_path / "x.onnx")
+    if written == "cast":
+        path = compress.cast_onnx(tmp_path / "x.onnx", batches=[SMALL]).path
+    else:
+        path = compress.quantize_onnx(tmp_path / "x.onnx", [SMALL], spec=compress.QuantSpec(target=written))
+        assert all(row.int8 for row in compress.audit_onnx(path).rows if written == "tensorrt")
+    assert not {"SplitToSequence", "SequenceAt"} & {node.op_type for node in onnx.load(path).graph.node}
+    assert sqnr(run(tmp_path / "x.onnx", SMALL), run(path, SMALL)) > 30
+    if written != "onnxruntime" and importlib.util.find_spec("tensorrt_rtx"):
+        made = compress.build_tensorrt(path, options=TensorRTOptions(sms=(89,)))
+        types = {layer.precision for layer in compress.audit_engine(made.path).weighted}
+        assert types == {{"cast": "fp16", "tensorrt": "int8"}[written]}
 
 
 @pytest.mark.parametrize("target", TARGETS)
