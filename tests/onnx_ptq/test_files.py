@@ -589,13 +589,22 @@ def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
     assert "has a bias that is an input of the file" in reasons["third"]
 
 
-@pytest.mark.parametrize(("sizes", "order"), [(3, [2, 0, 1]), ([3, 5], [-1, 0]), ([8], [0]), (4, [1, 1])])
+@pytest.mark.parametrize(
+    ("sizes", "order", "known"),
+    [(3, [2, 0, 1], True), ([3, 5], [-1, 0], True), ([8], [0], True), (4, [1, 1], True), (3, [2, 0, 1], False)],
+)
 @pytest.mark.parametrize("written", ["cast", "tensorrt", "onnxruntime"])
-def test_sequences_of_parts_are_written_as_splits(tmp_path, sizes, order, written):
+def test_sequences_of_parts_are_written_as_splits(tmp_path, sizes, order, known, written):
     # As torch's newer exporter writes chunk and split without its optimization; TensorRT takes no sequences.
+    # Inference does not follow a number that is converted twice, and then knows no channels.
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], "first"),
-        helper.make_node("SplitToSequence", ["a", "sizes"], ["parts"], "split", axis=1),
+        helper.make_node("Shape", ["a"], ["sides"]),
+        helper.make_node("Cast", ["sides"], ["float_sides"], to=TensorProto.FLOAT),
+        helper.make_node("Ceil", ["float_sides"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["shape"], to=TensorProto.INT64),
+        helper.make_node("Reshape" if not known else "Identity", ["a", "shape"][: 2 - known], ["b"]),
+        helper.make_node("SplitToSequence", ["b", "sizes"], ["parts"], "split", axis=1),
         *(helper.make_node("SequenceAt", ["parts", f"i{i}"], [f"p{i}"]) for i in range(len(order))),
         helper.make_node("Concat", [f"p{i}" for i in range(len(order))], ["c"], axis=1),
         helper.make_node("Conv", ["c", "v"], ["y"], "second"),
