@@ -24,6 +24,7 @@ from compress.errors import CompressError
 from compress.files import write_json, write_text
 from compress.measure.machine import describe_machine
 from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.onnx_ptq.source import load_source
 from compress.quantization import TARGETS
 
 
@@ -81,11 +82,18 @@ def _quantized(path: Path, data: list[dict[str, Any]], target: Any, folder: Path
     done = quantize_onnx_file(path, data, spec=compress.QuantSpec(target=target), out=folder / "int8.onnx")
     seconds = round(time.perf_counter() - start, 2)
     audited = compress.audit_onnx(done.path).rows
-    row: Row = {"status": "quantized", "quantizers": len(done.placement.activations), "notes": list(done.notes)}
-    row |= {"layers": len(audited), "int8_layers": sum(r.int8 for r in audited), "seconds": seconds}
     (feed,) = batches(path, count=1, seed=1)
-    outputs = (results(onnx.load(file), feed)[:1] for file in (path, done.path))
-    return row | {"sqnr_db": round(sqnr(*outputs), 1)}
+    return {
+        "status": "quantized",
+        "quantizers": len(done.placement.activations),
+        "notes": list(done.notes),
+        "layers": len(audited),
+        "int8_layers": sum(r.int8 for r in audited),
+        "seconds": seconds,
+        "sqnr_db": round(
+            sqnr(*(results(load_source(file, quantized=True).proto, feed)[:1] for file in (path, done.path))), 1
+        ),
+    }
 
 
 def results(model: onnx.ModelProto, feed: dict[str, Any], *, plain: bool = False) -> list[np.ndarray]:
@@ -99,26 +107,24 @@ def results(model: onnx.ModelProto, feed: dict[str, Any], *, plain: bool = False
 def markdown(document: dict[str, Any]) -> str:
     rows = document["rows"]
     quantized = [row for row in rows if row["status"] == "quantized"]
-    text = (
-        f"`{document['command']}` on {document['machine']['cpu']}; {listed(document['software'])}. Random weights, "
-        "smooth random pictures; SQNR is that of the first output of the quantized file against the float file on ONNX "
-        "Runtime, on pictures that were not calibrated with."
-    )
     refused, failed = (sum(row["status"] == status for row in rows) for status in ("refused", "failed"))
     lines = [
         "# ONNX files that can be quantized",
         "",
-        text,
+        f"`{document['command']}` on {document['machine']['cpu']}; {listed(document['software'])}. Random weights, "
+        "smooth random pictures; SQNR is that of the first output of the quantized file against the float file on ONNX "
+        "Runtime, on pictures that were not calibrated with.",
         "",
         f"{len(quantized)} of {len(rows)} quantized, {refused} refused with a sentence, {failed} failed.",
         "",
     ]
     keys = ("origin", "name", "opset", "target", "int8_layers", "quantizers", "sqnr_db", "seconds")
-    shown = (row | {"int8_layers": f"{row['int8_layers']} of {row['layers']}"} for row in quantized)
-    ordered = sorted(shown, key=lambda r: (r["origin"], r["name"], r["target"]))
     lines += table(
         ("origin", "network", "opset", "target", "INT8 layers", "quantizers", "SQNR dB", "s"),
-        ([row[key] for key in keys] for row in ordered),
+        (
+            [f"{row[key]} of {row['layers']}" if key == "int8_layers" else row[key] for key in keys]
+            for row in sorted(quantized, key=lambda r: (r["origin"], r["name"], r["target"]))
+        ),
     )
     return "\n".join([*lines, "", *_refusals(rows)]) + "\n"
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -179,6 +180,7 @@ _MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", 
 
 # Steps of generated kernels that convolve: correlation, and deconvolution.
 _CONVOLVE = {"Corr", "Deco"}
+_PRODUCTS = _CONVOLVE | {"Fc", "Gemm", "Mat", "Mha"}
 
 
 def operation(layer: EngineLayer) -> Operation:
@@ -362,12 +364,20 @@ def audit_layer(
 
 def _precision(layer: EngineLayer) -> str:
     """Type of the first activation (attention: narrowest), or of the weight if unknown."""
-    read, _ = activations(layer)
+    read, written = activations(layer)
     weight = weight_of(layer)
     if is_attention(layer):  # its mask may be of a wider type, and come first
         read = tuple(sorted(read, key=lambda t: -_NARROW.index(t.dtype) if t.dtype in _NARROW else 1))
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
+    if EIGHT_BITS.intersection(types[:1]) and _dequantizes(layer.name):
+        return next((t.dtype for t in written if t.dtype in FLOATS), "fp32")
     return next((name for name in types if name not in {"", "unknown"}), "unknown")
+
+
+def _dequantizes(name: str) -> bool:
+    # Before its product a generated kernel casts what it reads, and multiplies by a scale.
+    before = list(itertools.takewhile(lambda step: step not in _PRODUCTS, fused_steps(name)))
+    return ("Cast", "Mul") in itertools.pairwise(before) and len(before) < len(fused_steps(name))
 
 
 def _weight_bytes(layer: EngineLayer) -> float:

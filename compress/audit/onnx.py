@@ -60,7 +60,7 @@ class AuditedNode:
         reason: what is not so; "" if `int8`.
         float_type: of its result: `float32`, `float16`, `bfloat16`; a strongly typed engine computes in it what is not
             quantized.
-        float_on: engines that compute it in float although both inputs are integers.
+        float_on: engines that compute it in float although both inputs are integers, and why.
     """
 
     name: str
@@ -72,13 +72,14 @@ class AuditedNode:
     int8: bool
     reason: str
     float_type: str = "float32"
-    float_on: tuple[str, ...] = ()
+    float_on: dict[str, str] = field(default_factory=dict)
 
     def type_on(self, engine: str) -> str:
         """Return the type in which an engine computes it, as far as the file decides."""
-        if {self.input_type, self.weight_type} <= _INTEGERS and engine not in self.float_on:
+        family = engine.removesuffix("-rtx")
+        if {self.input_type, self.weight_type} <= _INTEGERS and not self.float_on.keys() & {engine, family}:
             return "INT8"
-        if engine == "tensorrt":
+        if family == "tensorrt":
             both = self.input_type.startswith("float8") and self.weight_type.startswith("float8")
             return "FP8" if both else _SHORT.get(self.float_type, self.float_type)
         return "not computed" if engine == "onnxruntime" and self.float_type == "bfloat16" else "FP32"
@@ -127,8 +128,8 @@ class OnnxAudit:
         """Return the number of weighted operations by the type in which an engine computes them.
 
         Args:
-            engine: `tensorrt` (11, strongly typed), `openvino` or `onnxruntime` (on a CPU, where float16 is computed in
-                float32, or in a type that the processor is faster in).
+            engine: `tensorrt` (11, strongly typed), `tensorrt-rtx`, `openvino` or `onnxruntime` (on a CPU, where
+                float16 is computed in float32, or in a type that the processor is faster in).
         """
         if self.rows and self.refused_by(engine):
             return {"not computed": len(self.rows)}
@@ -358,10 +359,15 @@ def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 
 
 def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None) -> dict[str, str]:
-    """Why engines on a CPU compute an operation in float although both inputs are integers."""
+    """Why engines compute an operation in float although both inputs are integers."""
     between = [producer for name in node.input[:2] for producer in view.before(name, PASSES)]
     casts = {attribute(one, "to", 0) for one in between if one is not None and one.op_type == "Cast"}
-    found: dict[str, str] = {}
+    found = _several_scales(node, view)
+    if node.op_type == "ConvTranspose":
+        found["tensorrt-rtx"] = (
+            "TensorRT-RTX computes transposed convolutions in float, and TensorRT in INT8: for TensorRT-RTX leave them "
+            "float, or write a convolution and DepthToSpace"
+        )
     if onnx.TensorProto.BFLOAT16 in casts:
         found["openvino"] = "a cast to bfloat16 lies between it and its pair: OpenVINO moves no pair over it"
     if casts:
@@ -377,6 +383,58 @@ def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None
             f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"
         )
     return found
+
+
+_ONE_SCALE = "engines multiply integers with one scale for all values that are summed"
+
+
+def _several_scales(node: onnx.NodeProto, view: OnnxGraph) -> dict[str, str]:
+    # Why engines multiply in float: values within one sum have scales of their own.
+    found: dict[str, str] = {}
+    for place, part in enumerate(("input", "weight")):
+        passed = [one for one in view.before(node.input[place], PASSES) if one is not None]
+        sources = [one for one in passed if one.op_type == "DequantizeLinear"]
+        scales = [scale for one in sources if (scale := view.array(one.input[1])) is not None]
+        conv = node.op_type in {"Conv", "ConvTranspose"}
+        if any(not np.array_equal(scale, scales[0]) for scale in scales):
+            joined = [attribute(one, "axis", 0) for one in passed if one.op_type == "Concat"]
+            if conv or place or any(joined):  # rows of a matrix are not summed
+                why = f"a Concat joins parts of its {part} with scales of their own: {_ONE_SCALE}"
+                found |= dict.fromkeys(("tensorrt", "openvino")[: 1 + place], why)
+        elif scales and scales[0].size > 1 and not _of_results(node, place, sources[0], passed, view):
+            why = f"its {part} has a scale for each part of an axis that the product sums over: {_ONE_SCALE}"
+            # OpenVINO multiplies a depthwise input's scales into the weight, and matrix products in integers.
+            found |= dict.fromkeys(("tensorrt", "openvino")[: 2 if conv and place else 1], why)
+            if conv and not place and attribute(node, "group", 1) == 1:
+                found["openvino"] = why
+        elif conv and not place and scales and scales[0].shape == (1,):
+            found["tensorrt-rtx"] = (
+                "its input's scale has the shape (1,), which TensorRT-RTX takes for one of each channel: write a scale "
+                "without dimensions"
+            )
+    return found
+
+
+def _of_results(
+    node: onnx.NodeProto, place: int, source: onnx.NodeProto, passed: list[onnx.NodeProto], view: OnnxGraph
+) -> bool:
+    # Whether the axis of an operand's scales is one of the product's results.
+    stored, axis = _stored(source.input[0], view), attribute(source, "axis", 1)
+    if attribute(source, "block_size", 0):
+        return True
+    if stored is not None and stored.ndim:
+        axis %= stored.ndim
+        for one in reversed(passed):
+            if one.op_type == "Transpose":
+                axis = list(attribute(one, "perm", range(stored.ndim)[::-1])).index(axis)
+    if any(one.op_type in PASSES - {"Transpose", "Identity", "Cast"} for one in passed):
+        return False
+    last = -1 if stored is None else stored.ndim - 1
+    first = {"MatMul": last - 1, "Gemm": attribute(node, "transA", 0)}
+    second = {"MatMul": last, "Gemm": 1 - attribute(node, "transB", 0), "Conv": 0, "ConvTranspose": 1}
+    if node.op_type == "MatMul" and stored is None and axis >= 0:  # of unknown rank
+        first, second = {"MatMul": 0}, {"MatMul": 1}
+    return axis == (second if place else first).get(node.op_type)
 
 
 def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
@@ -403,5 +461,5 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph, target: str) -> AuditedNode:
         weight_elements=0 if constant is None else int(constant.size),
         int8=not missing,
         reason="; ".join(missing),
-        float_on=tuple(why_float),
+        float_on=why_float,
     )

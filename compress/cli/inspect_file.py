@@ -16,6 +16,7 @@ from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_next, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.support.limits import COUNT
+from compress.support.text import display
 
 _ENGINES = {"tensorrt": "TensorRT 11", "openvino": "OpenVINO on a CPU", "onnxruntime": "ONNX Runtime on a CPU"}
 _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
@@ -136,6 +137,11 @@ def _summary(audit: OnnxAudit) -> None:
     examples = {row.reason: row.name for row in reversed(audit.rows)}
     for reason, number in reasons.most_common(4):
         lines.append(("not INT8", f"{number}, such as {examples[reason]}: {reason}"))
+    for engine in ("tensorrt", "tensorrt-rtx"):
+        why_float = {row.name: row.float_on[engine] for row in audit.rows if engine in row.float_on and row.int8}
+        for why, number in Counter(why_float.values()).most_common(2):
+            example = next(name for name, one in why_float.items() if one == why)
+            lines.append((f"float on {display(engine)}", f"{number}, such as {example}: {why}"))
     float32 = [row.name for row in audit.rows if row.type_on("tensorrt") == "FP32"]
     if float32 and audit.float_type != "float32":
         lines.append(("FP32", f"{len(float32)}, such as {float32[0]}: the file has its tensors in float32"))

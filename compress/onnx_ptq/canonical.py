@@ -210,6 +210,7 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _read_small(source)
     notes += open_fused(source)
     for rewrite, text in (
+        (plain_splits, "{} SplitToSequence operations are written as Split or Slice"),
         (drop_identities, "{} Identity operations are left out"),
         (constant_axes, "{} axes that follow from constants are written as constants"),
         (sizes_in_weights, "sizes that weights are computed with are written as constants (operations: {})"),
@@ -268,6 +269,10 @@ def drop_identities(source: SourceFile) -> int:
     return count
 
 
+# First opset whose Split takes sizes as an input.
+_SPLIT_BY_INPUT = 13
+
+
 def constant_axes(source: SourceFile) -> int:
     # TensorRT refuses axes that are computed, though from constants alone, as torch's unoptimized files do.
     index, made = Index(source), dict[str, str]()
@@ -284,6 +289,51 @@ def constant_axes(source: SourceFile) -> int:
     if made:
         drop_unread(index.graph)
     return len(made)
+
+
+def plain_splits(source: SourceFile) -> int:
+    # TensorRT has no sequences, as which torch's unoptimized files split tensors.
+    index, parts = Index(source), dict[str, list[str]]()
+    splits = [one for one in index.graph.node if one.op_type == "SplitToSequence" and len(one.input) > 1]
+    kinds, sizes = _kinds(source) if splits else {}, dict[str, NDArray[Any]]()
+    slices = dict[str, tuple[str, int, int]]()
+    for node in splits if opset_of(source.proto) >= _SPLIT_BY_INPUT else ():
+        (name,), value, axis = node.output, index.value(node.input[1]), attribute(node, "axis", 0)
+        if value is not None and not value.ndim and node.input[0] in kinds:  # all but the last are of this size
+            whole = kinds[node.input[0]].shape.dim[axis].dim_value
+            value = np.diff(np.r_[np.arange(0, whole, int(value)), whole]) if whole else value
+        readers = index.consumers.get(name, [])
+        read = [index.value(one.input[1]) for one in readers if one.op_type == "SequenceAt"]
+        places = [place for place in read if place is not None]
+        if value is None or name in index.outputs or len(places) < len(readers):
+            continue
+        if not value.ndim:  # of how many parts is unknown
+            if all(place >= 0 for place in places):
+                slices[name] = node.input[0], int(value), axis
+            continue
+        parts[name] = [index.free(added_tensor(name, f"{i}")) for i in range(len(value))]
+        sizes[name] = value.astype(np.int64)
+
+    def written(node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        if node.output[0] in parts:
+            (name,), axis = node.output, attribute(node, "axis", 0)
+            read = [node.input[0], index.add_constant(added_tensor(name, "sizes"), sizes[name])]
+            return [helper.make_node("Split", read, parts[name], name=node.name, axis=axis)]
+        if node.op_type != "SequenceAt" or node.input[0] not in parts.keys() | slices.keys():
+            return None
+        (name, at), (out,) = node.input, node.output
+        place = np.atleast_1d(np.asarray(index.value(at), np.int64))
+        if name in parts:
+            return [helper.make_node("Identity", [parts[name][place.item()]], node.output, name=node.name)]
+        data, size, axis = slices[name]
+        bounds = {"begin": size * place, "end": size * (place + 1), "axis": np.array([axis])}
+        read = [index.add_constant(added_tensor(out, part), value) for part, value in bounds.items()]
+        return [helper.make_node("Slice", [data, *read], node.output, name=node.name)]
+
+    index.rewrite(written)
+    if slices:
+        drop_unread(index.graph)
+    return len(parts) + len(slices)
 
 
 def sizes_in_weights(source: SourceFile) -> int:

@@ -15,10 +15,11 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.casting import HALVES, PRODUCTS, Casting, Ranges, cast_model, widened
 from compress.onnx_graph import opset_of
-from compress.onnx_ptq.canonical import constant_axes, copied, name_nodes, open_fused, shape_outputs
+from compress.onnx_ptq.canonical import constant_axes, copied, name_nodes, open_fused, plain_splits, shape_outputs
 from compress.onnx_ptq.source import (
     FloatSession,
     MadeWeights,
+    Shapes,
     SourceFile,
     check_bounds,
     elements,
@@ -130,6 +131,7 @@ def _with_opset(source: SourceFile, precision: str) -> tuple[SourceFile, list[st
     name_nodes(source.proto.graph)
     notes = [*source.notes, *open_fused(source)]
     constant_axes(source)
+    plain_splits(source)
     opset, wanted = opset_of(source.proto), OPSETS[precision]
     if opset >= wanted or (precision == "fp16" and not _is_quantized(source)):
         return source, notes
@@ -158,6 +160,7 @@ def cast_source(
         made, casting = _cast(source, precision, beside=beside, keep_io_types=keep_io_types)
         return made, casting, None, []
     _, shapes, types = inferred(source, data[0])
+    _restate(source.proto.graph.output, shapes)
     tensors = _float_tensors(source, types)
     ranges = Ranges(source.proto.graph, precision)
     for part in parts_in_memory(tensors, lambda name: 4 * elements(shapes.get(name))):
@@ -183,6 +186,16 @@ def cast_source(
         made, casting = _cast(source, precision, keep=keep, **options)
         db = gained
     return made, casting, db, worst[:4]
+
+
+def _restate(outputs: Iterable[onnx.ValueInfoProto], shapes: Shapes) -> None:
+    # A file may state them wrongly, and inference compares them where a Cast comes before.
+    for value in outputs:
+        stated, shape = value.type.tensor_type.shape.dim, shapes.get(value.name, ())
+        if [side.dim_value or size for side, size in zip(stated, shape, strict=False)] != [*shape] and stated and shape:
+            del stated[:]
+            for axis in range(len(shape)):
+                stated.add().dim_param = f"{value.name}_{axis}"
 
 
 def _measure(ranges: Ranges, session: FloatSession, data: list[Arrays]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -651,8 +652,15 @@ def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(value.astype(wanted, copy=False)).reshape(value.shape)  # a number stays one
 
 
-# Bounds of a trial on one batch; the memory includes the libraries.
+# Bounds of a trial on one batch; the memory includes the libraries. The seconds are those in which the thread that runs
+# the operations is on a processor: on a busy machine a valid file waits long.
 SECONDS, BYTES = 20, 8 << 30
+
+# Seconds of the clock for a trial that computes nothing and does not end.
+_LAST_RESORT = 600
+
+# What the trial's process returns when its seconds are over.
+_LATE = 99
 
 # Rounds of a Loop that take days in every engine.
 _MOST_ROUNDS = 1 << 31
@@ -684,17 +692,29 @@ _OF_SIZES = frozenset({"Shape", "Size", "Constant", "Identity", "Cast", "Gather"
 _FACTOR = 1 << 20
 
 _CODE = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[4]),) * 2)
+import os, resource, sys, threading, time
+path, arrays, memory, cores, seconds, late, *libraries = sys.argv[1:]
+def bound(kind, most):  # a lower limit of the user stays
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+bound(resource.RLIMIT_CORE, 0)
+bound(resource.RLIMIT_AS, int(memory))
+bound(resource.RLIMIT_CPU, int(cores))
+def watch(clock):
+    while time.clock_gettime(clock) < int(seconds):
+        time.sleep(0.1)
+    os._exit(int(late))
+if hasattr(time, "pthread_getcpuclockid"):  # macOS has none
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    threading.Thread(target=watch, args=(clock,), daemon=True).start()
 import numpy, onnxruntime
 options = onnxruntime.SessionOptions()
 options.log_severity_level = 4
 options.enable_cpu_mem_arena = False
-for library in sys.argv[5:]:
+for library in libraries:
     options.register_custom_ops_library(library)
-session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-with numpy.load(sys.argv[2]) as feed:
+session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+with numpy.load(arrays) as feed:
     session.run(None, {value.name: feed[value.name] for value in session.get_inputs()})
 """
 
@@ -711,16 +731,19 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "feed.npz"
         np.savez(arrays, **dict[str, Any](feed))
-        seconds = 2 * SECONDS * (os.cpu_count() or 1)  # of all its threads; it ends if this process is killed before
-        limits = str(BYTES), str(seconds)
+        cores = 2 * SECONDS * (os.cpu_count() or 1)  # of all its threads; it ends if this process is killed before
+        limits = map(str, (BYTES, cores, SECONDS, _LATE))
         command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), *limits, *map(str, source.ops)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LAST_RESORT, check=False)
+            late = f"{SECONDS} seconds on a processor" if done.returncode in {_LATE, -signal.SIGXCPU} else ""
         except subprocess.TimeoutExpired:
-            raise CalibrationError(
-                f"{source.path} is not done with one batch after {SECONDS} seconds, and it has loops or sizes that "
-                "values decide about: it may never be. Give smaller batches, or export it without them"
-            ) from None
+            late = f"{_LAST_RESORT} seconds"
+    if late:
+        raise CalibrationError(
+            f"{source.path} is not done with one batch after {late}, and it has loops or sizes that values decide "
+            "about: it may never be. Give smaller batches, or export it without them"
+        )
     if done.returncode and ("bad_alloc" in done.stderr or "memory" in done.stderr.lower() or done.returncode < 0):
         raise CalibrationError(
             f"{source.path} takes more than {BYTES >> 30} GiB for one batch, and it has loops or sizes that values "

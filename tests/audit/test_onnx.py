@@ -9,9 +9,10 @@ import torch
 from onnx import helper
 from torch import nn
 
-from compress import QuantSpec, Rule, audit_onnx, cast_onnx, quantize_onnx, to_pt2e
+from compress import QuantSpec, Rule, audit_engine, audit_onnx, build_tensorrt, cast_onnx, quantize_onnx, to_pt2e
 from compress.audit.onnx import audit_sparsity, sparse_nodes
 from compress.cli.inspect_file import inspect_onnx
+from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import AuditError
 from compress.support.process import sums_bytes_in_16_bits
 from tests.exact import exported, kinds_on_engine
@@ -86,6 +87,84 @@ def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
     of_processor = "to = 16" in body and sums_bytes_in_16_bits()  # a cast to bfloat16, which older processors lack
     assert of_processor or row.type_on("openvino") == ("INT8" if precision in {"u8", "i8"} else "FP32")
     assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds_on_engine(path) else "FP32")
+
+
+# Operator, attributes, shapes of input and weight, axes of their scales (None: one scale), what lies behind the pairs.
+SCALES = {
+    "conv": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), None, 0, ""),
+    "conv by input channel": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), None, 1, ""),
+    "conv of several": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), 1, 0, ""),
+    "conv of one in a vector": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), (), 0, ""),
+    "conv of joined parts": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), None, 0, "join 1"),
+    "depthwise": ("Conv", {"group": 8}, (1, 8, 8, 8), (8, 1, 5, 5), None, 0, ""),
+    "grouped": ("Conv", {"group": 3}, (1, 9, 8, 8), (6, 3, 3, 3), None, 0, ""),
+    "transposed": ("ConvTranspose", {"strides": [2, 2]}, (1, 8, 8, 8), (8, 8, 2, 2), None, 1, ""),
+    "transposed, one scale": ("ConvTranspose", {"group": 2}, (1, 8, 8, 8), (8, 4, 3, 3), None, None, ""),
+    "matmul": ("MatMul", {}, (2, 4, 16), (16, 8), None, 1, ""),
+    "matmul by row": ("MatMul", {}, (2, 4, 16), (16, 8), None, 0, ""),
+    "matmul, transposed": ("MatMul", {}, (4, 16), (8, 16), None, 0, "turn"),
+    "matmul by row, transposed": ("MatMul", {}, (4, 16), (8, 16), None, 1, "turn"),
+    "matmul of joined rows": ("MatMul", {}, (4, 16), (16, 8), None, 1, "join 0"),
+    "matmul of joined columns": ("MatMul", {}, (4, 16), (16, 8), None, 1, "join 1"),
+    "gemm": ("Gemm", {"transB": 1}, (4, 16), (8, 16), None, 0, ""),
+    "gemm by column": ("Gemm", {"transB": 1}, (4, 16), (8, 16), None, 1, ""),
+    "gemm, input transposed": ("Gemm", {"transA": 1}, (16, 4), (16, 8), 1, 1, ""),
+    "gemm by row, input transposed": ("Gemm", {"transA": 1}, (16, 4), (16, 8), 0, 1, ""),
+}
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_products_of_several_scales_are_int8_where_the_engine_says_so(form, tmp_path):
+    # The log of TensorRT-RTX's build, without a GPU, is the oracle.
+    pytest.importorskip("tensorrt_rtx")
+    op, attributes, shape, kernel, axis, own, behind = SCALES[form]
+    rng, values = np.random.default_rng(0), {}
+    values["w_int"] = rng.integers(-99, 100, kernel).astype(np.int8)
+
+    def pair(x, sides, along, name, scale=0.03):
+        steps = {None: np.float32(scale), (): np.float32([scale])}
+        values[f"{name}_s"] = (
+            steps[along] if along in steps else np.linspace(scale, 2 * scale, sides[along], dtype=np.float32)
+        )
+        values[f"{name}_z"] = np.zeros(values[f"{name}_s"].shape, np.int8)
+        more = {} if along in steps else {"axis": along}
+        if x:
+            nodes.append(helper.make_node("QuantizeLinear", [x, f"{name}_s", f"{name}_z"], [f"{name}_int"], **more))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{name}_int", f"{name}_s", f"{name}_z"], [name], **more))
+
+    nodes, inputs = [], {"x": list(shape)}
+    pair("x", shape, axis, "a")
+    pair("", kernel, own, "w")
+    data, weight = "a", "w"
+    if behind.startswith("join"):
+        at = int(behind[-1])
+        inputs = {name: [size // (1 + (i == at)) for i, size in enumerate(shape)] for name in "xv"}
+        pair("v", shape, None, "b", 0.05)
+        nodes.append(helper.make_node("Concat", ["a", "b"], ["both"], axis=at))
+        data = "both"
+    elif behind == "turn":
+        nodes.append(helper.make_node("Transpose", ["w"], ["turned"], perm=[1, 0]))
+        weight = "turned"
+    nodes.append(helper.make_node(op, [data, weight], ["y"], "op", **attributes))
+    onnx.save(onnx_model(nodes, inputs, {"y": None}, values, opset=19), tmp_path / "m.onnx")
+    (row,) = audit_onnx(tmp_path / "m.onnx").rows
+    made = build_tensorrt(tmp_path / "m.onnx", options=TensorRTOptions(sms=(89,)))
+    (layer,) = audit_engine(made.path).weighted
+    assert row.type_on("tensorrt-rtx").lower() == layer.precision
+    # What was found of TensorRT-RTX alone: TensorRT has INT8 transposed convolutions.
+    own_to_rtx = op == "ConvTranspose" or axis == ()
+    assert row.type_on("tensorrt") == ("INT8" if own_to_rtx else row.type_on("tensorrt-rtx"))
+    reads_integers = "int8" in layer.input_types and "CastMul" not in layer.name
+    assert (layer.precision == "int8") == reads_integers
+
+
+@pytest.mark.parametrize(("op", "engine"), [("ConvTranspose", "TensorRT-RTX"), ("Conv", None)])
+def test_a_product_that_tensorrt_rtx_computes_in_float_is_said(op, engine, tmp_path, capsys):
+    audit = audited(FOREIGN.replace("BODY", f"c = {op}(d, w) {BETWEEN}"), tmp_path)
+    assert audit.products_on("tensorrt") == {"INT8": 1}
+    assert audit.products_on("tensorrt-rtx") == {"FP32" if engine else "INT8": 1}
+    inspect_onnx(tmp_path / "m.onnx")
+    assert ("float on TensorRT-RTX" in capsys.readouterr().out) == bool(engine)
 
 
 def test_a_file_that_quantizes_its_own_weights_in_nodes_of_any_order_is_int8(tmp_path):

@@ -16,6 +16,7 @@ from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
 from tests.exact import open_session
 from tests.networks import TinyResNet, with_statistics
+from tests.onnx_models import onnx_model
 from tests.onnx_ptq import files
 from tests.onnx_ptq.files import attention, batches, export, gated_net, model_of, weights
 
@@ -306,6 +307,37 @@ def test_files_that_state_all_types(tmp_path):
         helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer
     )
     assert compress.cast_onnx(saved(model, tmp_path / "m.onnx")).casting.nodes > 10
+
+
+@pytest.mark.parametrize("stated", [["N", 36], [1, 36, 4], []])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_wrongly_stated_sizes_of_an_output_are_mended(tmp_path, stated, precision):
+    # ONNX Runtime warns of them alone; inference follows the computed sizes from opset 13 on.
+    values = {name: np.int64([value]) for name, value in {"0": 0, "3": 3, "one": 1, "c": 4}.items()}
+    values["w"] = weights(4, 3, 3, 3)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "conv"),
+        helper.make_node("Transpose", ["a"], ["t"], perm=[0, 2, 3, 1]),
+        helper.make_node("Shape", ["a"], ["sides"]),
+        helper.make_node("Gather", ["sides", "0"], ["n"]),
+        helper.make_node("Mul", ["n", "one"], ["batch"]),
+        helper.make_node("Gather", ["sides", "3"], ["width"]),
+        helper.make_node("Mul", ["width", "width"], ["places"]),
+        helper.make_node("Concat", ["batch", "places", "c"], ["to"], axis=0),
+        helper.make_node("Reshape", ["t", "to"], ["y"]),
+    ]
+    model = onnx_model(nodes, {"x": [2, 3, 8, 8]}, {"y": stated}, values, opset=12, ir_version=8)
+    onnx.save(model, tmp_path / "x.onnx")
+    x = batches(1, size=8)[0].numpy()[:2]
+    exact = results(tmp_path / "x.onnx", x)[0]
+    cast = compress.cast_onnx(tmp_path / "x.onnx", batches=[x], precision=precision).path
+    target = {"fp16": "onnxruntime", "bf16": "tensorrt"}[precision]
+    int8 = compress.quantize_onnx(tmp_path / "x.onnx", [x], spec=compress.QuantSpec(target=target), precision=precision)
+    for path in (cast, int8):
+        onnx.checker.check_model(path, full_check=True)
+        if precision == "fp16":  # ONNX Runtime computes none in bfloat16
+            got = results(path, x)[0]
+            assert got.shape == exact.shape and sqnr(exact, got) > 30
 
 
 def test_constants_of_nodes_are_no_results(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import os
+import sys
 import tracemalloc
 import warnings
 from functools import partial
@@ -20,7 +23,7 @@ import compress
 from compress.audit.engine import folded_names, lost_in_runtime
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import CalibrationError, DataError, EngineError, ExportError, QuantizationError
-from compress.onnx_ptq import calibrate
+from compress.onnx_ptq import calibrate, source
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization import TARGETS
 from tests.exact import WEIGHTS, kinds_on_engine, on_engine, open_session
@@ -586,6 +589,42 @@ def test_a_bias_that_is_computed_or_given_stays_what_it_is(target, tmp_path):
     assert "has a bias that is an input of the file" in reasons["third"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "order", "known"),
+    [(3, [2, 0, 1], True), ([3, 5], [-1, 0], True), ([8], [0], True), (4, [1, 1], True), (3, [2, 0, 1], False)],
+)
+@pytest.mark.parametrize("written", ["cast", "tensorrt", "onnxruntime"])
+def test_sequences_of_parts_are_written_as_splits(tmp_path, sizes, order, known, written):
+    # As torch's newer exporter writes chunk and split without its optimization; TensorRT takes no sequences.
+    # Inference does not follow a number that is converted twice, and then knows no channels.
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "first"),
+        helper.make_node("Shape", ["a"], ["sides"]),
+        helper.make_node("Cast", ["sides"], ["float_sides"], to=TensorProto.FLOAT),
+        helper.make_node("Ceil", ["float_sides"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["shape"], to=TensorProto.INT64),
+        helper.make_node("Reshape" if not known else "Identity", ["a", "shape"][: 2 - known], ["b"]),
+        helper.make_node("SplitToSequence", ["b", "sizes"], ["parts"], "split", axis=1),
+        *(helper.make_node("SequenceAt", ["parts", f"i{i}"], [f"p{i}"]) for i in range(len(order))),
+        helper.make_node("Concat", [f"p{i}" for i in range(len(order))], ["c"], axis=1),
+        helper.make_node("Conv", ["c", "v"], ["y"], "second"),
+    ]
+    values = {f"i{i}": np.int64(place) for i, place in enumerate(order)} | {"sizes": np.int64(sizes)}
+    values |= {"w": weights(8, 3, 3, 3), "v": weights(4, 8, 1, 1)}
+    onnx.save(onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 4, 6, 6]}, values, opset=18), tmp_path / "x.onnx")
+    if written == "cast":
+        path = compress.cast_onnx(tmp_path / "x.onnx", batches=[SMALL]).path
+    else:
+        path = compress.quantize_onnx(tmp_path / "x.onnx", [SMALL], spec=compress.QuantSpec(target=written))
+        assert all(row.int8 for row in compress.audit_onnx(path).rows if written == "tensorrt")
+    assert not {"SplitToSequence", "SequenceAt"} & {node.op_type for node in onnx.load(path).graph.node}
+    assert sqnr(run(tmp_path / "x.onnx", SMALL), run(path, SMALL)) > 30
+    if written != "onnxruntime" and importlib.util.find_spec("tensorrt_rtx"):
+        made = compress.build_tensorrt(path, options=TensorRTOptions(sms=(89,)))
+        types = {layer.precision for layer in compress.audit_engine(made.path).weighted}
+        assert types == {{"cast": "fp16", "tensorrt": "int8"}[written]}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_weights_that_are_shaped_by_sizes_which_the_file_fixes_are_quantized(target, tmp_path):
     nodes = [
@@ -862,7 +901,7 @@ def stated():
     return model_of(nodes, {"w": weights(4, 3, 3, 3), "size": np.array([1 << 20, 1 << 20], np.int64)})
 
 
-def endless(*, limit, condition):
+def endless(*, limit, condition, rounds=2**62):
     inner = {"i": (TensorProto.INT64, []), "go": (TensorProto.BOOL, []), "v": (TensorProto.FLOAT, None)}
     body = helper.make_graph(
         [helper.make_node("Identity", [condition], ["goes"]), helper.make_node("Neg", ["v"], ["w2"])],
@@ -871,7 +910,7 @@ def endless(*, limit, condition):
         [helper.make_tensor_value_info("goes", *inner["go"]), helper.make_tensor_value_info("w2", *inner["v"])],
     )
     loop = helper.make_node("Loop", [limit, "true", "x"], ["a"], body=body, name="round")
-    values = {"w": weights(4, 3, 3, 3), "n": np.int64(2**62).reshape(()), "true": np.array(True)}
+    values = {"w": weights(4, 3, 3, 3), "n": np.int64(rounds).reshape(()), "true": np.array(True)}
     return model_of([loop, helper.make_node("Conv", ["a", "w"], ["y"])], values)
 
 
@@ -965,6 +1004,34 @@ def refused(tmp_path, content, match, **options):
 def test_bad_files(tmp_path, case):
     make, match = CASES[case]
     assert "\n" not in str(refused(tmp_path, make().SerializeToString(), match))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are tried within bounds on other systems alone")
+@pytest.mark.parametrize(
+    ("start", "rounds", "bounds", "match"),
+    [
+        # A busy machine: the process gets no processor for longer than its seconds.
+        ("time.sleep(9)", 3, {"SECONDS": 8}, None),
+        ("pass", 2**30, {"SECONDS": 3}, "after 3 seconds on a processor, and it has loops"),
+        # No clock of a thread, as on macOS: the system ends the process after the seconds of all threads.
+        ("del time.pthread_getcpuclockid", 2**30, {"SECONDS": 3}, "after 3 seconds on a processor, and it has loops"),
+        ("time.sleep(600)", 3, {"_LAST_RESORT": 2}, "after 2 seconds, and it has loops"),
+    ],
+)
+def test_loops_are_bounded_by_time_on_a_processor(tmp_path, monkeypatch, start, rounds, bounds, match):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(f"import time\n{start}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "first"), prepend=os.pathsep)
+    monkeypatch.setattr(source.os, "cpu_count", lambda: 1)
+    for name, value in bounds.items():
+        monkeypatch.setattr(source, name, value)
+    content = endless(limit="n", condition="go", rounds=rounds).SerializeToString()
+    if match:
+        assert isinstance(refused(tmp_path, content, match), CalibrationError)
+    else:
+        (tmp_path / "loop.onnx").write_bytes(content)
+        (row,) = compress.audit_onnx(compress.quantize_onnx(tmp_path / "loop.onnx", DATA)).rows
+        assert row.int8
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, 200])
