@@ -19,6 +19,7 @@ from compress.export.names import TARGET_KEY
 from compress.export.targets import refusal
 from compress.files import path_of
 from compress.onnx_graph import (
+    MOVED_OVER,
     PASSES,
     WEIGHTED_OPS,
     OnnxGraph,
@@ -360,8 +361,8 @@ def _is_requantized(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 
 def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None) -> dict[str, str]:
     """Why engines compute an operation in float although both inputs are integers."""
-    between = [producer for name in node.input[:2] for producer in view.before(name, PASSES)]
-    casts = {attribute(one, "to", 0) for one in between if one is not None and one.op_type == "Cast"}
+    between = [producer for name in node.input[:2] for producer in view.before(name, PASSES) if producer is not None]
+    casts = {attribute(one, "to", 0) for one in between if one.op_type == "Cast"}
     found = _several_scales(node, view)
     if node.op_type == "ConvTranspose":
         found["tensorrt-rtx"] = (
@@ -370,19 +371,29 @@ def _why_float(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None
         )
     if onnx.TensorProto.BFLOAT16 in casts:
         found["openvino"] = "a cast to bfloat16 lies between it and its pair: OpenVINO moves no pair over it"
-    if casts:
-        found["onnxruntime"] = "a cast lies between it and its pair: ONNX Runtime moves no pair over it"
-    elif node.op_type == "ConvTranspose":
-        found["onnxruntime"] = "ONNX Runtime computes transposed convolutions in float"
-    elif node.op_type == "Conv" and not _is_requantized(node, view):
-        found["onnxruntime"] = (
-            "its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"
-        )
-    elif scale is not None and scale.dtype != np.float32:
-        found["onnxruntime"] = (
-            f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"
-        )
-    return found
+    why = _on_onnxruntime(node, view, scale, {one.op_type for one in between})
+    return found | ({"onnxruntime": why} if why else {})
+
+
+def _on_onnxruntime(node: onnx.NodeProto, view: OnnxGraph, scale: NDArray[Any] | None, between: set[str]) -> str:
+    held = sorted(between & (PASSES - MOVED_OVER))
+    sources = [one for name in node.input[:2] if (one := view.dequantizer(name, PASSES)) is not None]
+    if held:
+        which = "a cast" if "Cast" in held else f"a {held[0]}"
+        return f"{which} lies between it and its pair: ONNX Runtime moves no pair over it"
+    if node.op_type == "MatMul" and _stored(sources[0].input[0], view) is not None:
+        return "its weight is on the left: ONNX Runtime multiplies in 8 bits by weights on the right"
+    if node.op_type == "Gemm" and any(len(one.input) < 3 or not one.input[2] for one in sources):
+        return "a pair has no zero point, which ONNX Runtime asks for in a Gemm"
+    if node.op_type == "Gemm" and (of_input := view.array(sources[0].input[1])) is not None and of_input.size > 1:
+        return "its input has several scales: ONNX Runtime takes one in a Gemm"
+    if node.op_type == "ConvTranspose":
+        return "ONNX Runtime computes transposed convolutions in float"
+    if node.op_type == "Conv" and not _is_requantized(node, view):
+        return "its result is not quantized: ONNX Runtime computes a convolution in 8 bits only between two pairs"
+    if scale is not None and scale.dtype != np.float32:
+        return f"its pairs have scales of {scale.dtype}: ONNX Runtime computes in 8 bits with float32 scales only"
+    return ""
 
 
 _ONE_SCALE = "engines multiply integers with one scale for all values that are summed"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.files import path_of
-from compress.onnx_graph import OnnxGraph, lacks, mend, opset_of, tensors_of
+from compress.onnx_graph import MOVED_OVER, OnnxGraph, inputs_of, lacks, mend, opset_of, tensors_of
 from compress.support.libraries import library_errors
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -358,6 +358,7 @@ class OnnxFile:
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
         clipped_scale: least scale that integers after a Clip have; infinity without one.
         largest: magnitude that quantized tensors reach at least.
+        read_within: an If or Loop reads what is moved behind a pair.
         weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 
@@ -372,6 +373,7 @@ class OnnxFile:
     metadata: Mapping[str, str]
     clipped_scale: float = math.inf
     largest: float = 0.0
+    read_within: bool = False
     weight_files: tuple[Path, ...] = ()
 
 
@@ -400,12 +402,18 @@ def read_onnx(path: Path | str) -> OnnxFile:
     return read_interface(path_of(path), load_onnx(path))
 
 
+def _is_moved(name: str, view: OnnxGraph) -> bool:
+    passed = list(view.before(name, MOVED_OVER))
+    return len(passed) > 1 and passed[-1] is not None and passed[-1].op_type == "DequantizeLinear"
+
+
 def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
     graph = model.graph
     if missing := lacks(model):
         raise EngineError(f"{path}: {missing}")
     mend(model)
-    weights, constants = {tensor.name for tensor in graph.initializer}, OnnxGraph(graph).constants
+    view = OnnxGraph(graph)
+    weights, constants = {tensor.name for tensor in graph.initializer}, view.constants
     scales = list(_scales(graph, constants))
     clipped = {node.output[0] for node in graph.node if node.op_type == "Clip"}
     inputs = [value for value in graph.input if value.name not in weights]
@@ -420,6 +428,7 @@ def read_interface(path: Path, model: onnx.ModelProto) -> OnnxFile:
         quantized_types=frozenset(_quantized_types(graph, constants)),
         clipped_scale=min((float(scale.min()) for name, scale in scales if name in clipped), default=math.inf),
         largest=max((127 * float(scale.max()) for _, scale in scales), default=0.0),
+        read_within=any(_is_moved(name, view) for node in graph.node for name in inputs_of(node)[len(node.input) :]),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         weight_files=tuple(
             sorted(

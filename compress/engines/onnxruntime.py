@@ -98,6 +98,8 @@ _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
 # is many steps of a smaller scale: a ReLU6 before zero point 0 passes negative values (1.31).
 _HARMFUL_BELOW_EPSILON = ["ClipQuantRewrite"]
 _EPSILON = 2.0**-23
+# It ends the process where an If or Loop reads what this would move a pair over (1.31).
+_HARMFUL_WITHIN = ["QDQPropagationTransformer"]
 
 # First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
 # does not change that name in its own nodes (`output_dtype INT8 does not match y_zero_point type UINT8`), unless an
@@ -209,16 +211,22 @@ class ONNXRuntimeEngine(Engine):
 
 
 def _harmful(file: OnnxFile) -> list[str]:
-    harmful = _HARMFUL_IN_HALF if file.float_types & {"f16", "bf16"} else []
-    if file.clipped_scale >= _EPSILON:
-        return harmful
-    warnings.warn(
-        f"{file.path.name} has a Clip before a scale of {file.clipped_scale:.1g}, which ONNX Runtime leaves out by "
-        f"default. Here it is computed; give sessions of your own disabled_optimizers={_HARMFUL_BELOW_EPSILON}",
-        CompressWarning,
-        stacklevel=4,
-    )
-    return harmful + _HARMFUL_BELOW_EPSILON
+    harmful = [*_HARMFUL_IN_HALF] if file.float_types & {"f16", "bf16"} else []
+    name = file.path.name
+    if file.read_within:
+        harmful += _HARMFUL_WITHIN
+        _warn_of(
+            f"an If or Loop of {name} reads what is moved behind a pair: it ends ONNX Runtime 1.31", _HARMFUL_WITHIN
+        )
+    if file.clipped_scale < _EPSILON:
+        harmful += _HARMFUL_BELOW_EPSILON
+        what = f"{name} has a Clip before a scale of {file.clipped_scale:.1g}, which ONNX Runtime leaves out by default"
+        _warn_of(f"{what}. Here it is computed", _HARMFUL_BELOW_EPSILON)
+    return harmful
+
+
+def _warn_of(what: str, harmful: list[str]) -> None:
+    warnings.warn(f"{what}; give sessions of your own disabled_optimizers={harmful}", CompressWarning, stacklevel=5)
 
 
 def _form(file: OnnxFile) -> str | bytes:

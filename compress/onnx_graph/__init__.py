@@ -34,6 +34,8 @@ MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_qu
 
 # Operators whose result is quantized if their first input is; of a Concat, if all are.
 PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
+# Those over which ONNX Runtime 1.31 moves pairs; it removes Dropout and Identity before.
+MOVED_OVER = frozenset({"Dropout", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 
 # Standard operators that have graphs as attributes.
 _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})

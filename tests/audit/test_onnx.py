@@ -89,6 +89,44 @@ def test_a_file_of_others_is_int8_where_the_engine_says_so(body, tmp_path):
     assert row.type_on("onnxruntime") == ("INT8" if "QLinearConv" in kinds_on_engine(path) else "FP32")
 
 
+PRODUCTS = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[6,8] x) => (float[N,M] y)
+<float s = {0.05}, float[8] several = {SEVERAL}, uint8 zero = {128}, uint8[8] zeros = {ZEROS}, int8 none = {0},
+ int8[8,8] k = {CODES}, int8[8,6] l = {LEFT}, int64[2] two = {2, 1}, int64[3] some = {0, 2, 1}, int64[2] parts =
+ {2, 4}> {
+    x_q = QuantizeLinear(x, s, zero) d = DequantizeLinear(x_q, s, zero) w = DequantizeLinear(k, s, none)
+    BODY
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = MatMul(d, w)",
+        "r = Transpose(d) t = Transpose(r) y = MatMul(t, w)",
+        "r = Gather(d, some) y = MatMul(r, w)",
+        "r = Tile(d, two) y = Gemm(r, w)",
+        "r = Flatten(d) y = MatMul(r, w)",
+        "r, o = Split <axis = 0> (d, parts) y = Gemm(r, w)",
+        "r = Concat <axis = 0> (d, d) y = MatMul(r, w)",
+        "y = Gemm(d, w)",
+        "v = DequantizeLinear(k, s) y = Gemm(d, v)",
+        "v = DequantizeLinear(k, s) y = MatMul(d, v)",
+        "i = QuantizeLinear(x, several, zeros) e = DequantizeLinear(i, several, zeros) y = Gemm(e, w)",  # axis 1
+        "v = DequantizeLinear(l, s, none) y = MatMul(v, d)",
+    ],
+)
+def test_a_product_of_others_is_int8_on_onnxruntime_where_it_says_so(body, tmp_path):
+    filled = {"SEVERAL": ["0.05"] * 4 + ["0.06"] * 4, "ZEROS": ["128"] * 8, "CODES": ["3"] * 64, "LEFT": ["5"] * 48}
+    text = PRODUCTS.replace("BODY", body)
+    for name, values in filled.items():
+        text = text.replace(name, ", ".join(values))
+    (row,), path = audited(text, tmp_path).rows, tmp_path / "m.onnx"
+    integer = {"QLinearMatMul", "MatMulIntegerToFloat", "QGemm"} & {*kinds_on_engine(path)}
+    assert row.type_on("onnxruntime") == ("INT8" if integer else "FP32")
+
+
 # Operator, attributes, shapes of input and weight, axes of their scales (None: one scale), what lies behind the pairs.
 SCALES = {
     "conv": ("Conv", {}, (1, 8, 8, 8), (8, 8, 3, 3), None, 0, ""),

@@ -98,6 +98,32 @@ def test_a_clip_before_a_tiny_scale_is_computed(tmp_path, name):
     np.testing.assert_allclose(engine.run({"x": x})["y"], expected, atol=2e-10)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "read"),
+    [
+        ("r = Reshape (d, shape)", "r"),
+        ("r = Reshape (d, shape) t = Transpose (r) w = Relu (t)", "t"),
+        ("r = Reshape (d, shape) w = Relu (r)", "w"),
+        ("r = Reshape (d, shape)", "d"),
+    ],
+)
+def test_what_an_if_reads_behind_a_pair_ends_no_process(tmp_path, nodes, read):
+    text = f"""<ir_version: 9, opset_import: ["" : 19]> g (float[1, 4] x, bool c) => (float y)
+        <float s = {{0.05}}, int8 z = {{0}}, int64[2] shape = {{1, 4}}> {{
+        q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) {nodes}
+        y = If (c) <then_branch = t1 () => (float a) {{ a = ReduceSum <keepdims = 0> ({read}) }},
+                    else_branch = e1 () => (float b) {{ b = ReduceMax <keepdims = 0> ({read}) }}> }}"""
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    feed = {"x": np.array([[1, 2, -3, 5]], np.float32), "c": np.array(True)}
+    (expected,) = ReferenceEvaluator(str(path)).run(None, feed)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with build_engine(path, "onnxruntime") as engine:
+            np.testing.assert_allclose(engine.run(feed)["y"], expected)
+    assert any("QDQPropagationTransformer" in str(one.message) for one in seen) == (read in "rt")
+
+
 @pytest.mark.parametrize("largest", [64, 65])
 def test_openvino_warns_of_weights_that_saturate_without_vnni(tmp_path, monkeypatch, largest):
     path = quantized_classifier(tmp_path / "q.onnx")
