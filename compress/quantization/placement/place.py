@@ -95,7 +95,8 @@ def _is_expectation(node: Node) -> bool:
     source = activations[0]
     while source.kind in _MOVED and source.tensors:
         source = source.tensors[0]
-    return source.kind == "softmax"
+    # Talking heads mix probabilities, and have as many afterwards.
+    return source.kind == "softmax" and math.prod(node.shape or ()) < math.prod(source.shape or (math.inf,))
 
 
 def _tail(view: GraphView, means: set[Node]) -> set[Node]:

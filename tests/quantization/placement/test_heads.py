@@ -132,6 +132,18 @@ def test_attention_is_no_expectation():
     assert parts(Net(run, **{name: nn.Conv2d(3, 8, 4, 4) for name in "qkv"})) == {}
 
 
+def test_talking_heads_are_no_expectation():
+    # CaiT's and DeepViT's attention mixes the probabilities of its heads, and takes no mean over them.
+    def run(net, x):
+        q, k, v = (layer(x).flatten(2).unflatten(1, (2, 4)) for layer in (net.q, net.k, net.v))
+        attention = net.mix((q.transpose(2, 3) @ k).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return net.last((attention @ v.transpose(2, 3)).transpose(2, 3).flatten(1, 2).unflatten(2, (8, 16)))
+
+    layers = {name: nn.Conv2d(3, 8, 4, 4) for name in "qkv"}
+    model = Net(run, **layers, mix=nn.Linear(2, 2), last=nn.Conv2d(8, 4, 1))
+    assert parts(model) == {} and weights(model) == {"q", "k", "v", "mix", "last"}
+
+
 def test_an_expectation_is_one_however_it_is_written():
     body = nn.Conv2d(3, BINS, 3, padding=1)
     model = Net(lambda net, x: net.body(x).movedim(1, -1).softmax(-1) @ net.bins, body=body)
