@@ -285,7 +285,13 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
             scores = _with_mask(scores, wrap(given[name]), heads, padding=name == "key_padding_mask")
         return scores
 
-    query, key, value = (projected(i, name) for i, name in enumerate("qkv"))
+    whole = given["in_proj_weight"]
+    if sources[0] is sources[1] is sources[2] and getattr(whole, "op", "") == "get_attr":  # in nn.MultiheadAttention
+        qkv = F.linear(wrap(sources[0]).transpose(0, 1), wrap(whole), wrap(given["in_proj_bias"]))
+        qkv = qkv.unflatten(-1, (3, heads, width // heads)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv[0], qkv[1], qkv[2]
+    else:
+        query, key, value = (projected(i, name) for i, name in enumerate("qkv"))
     y, _ = _attend(query, key, value, (width // heads) ** -0.5, masked)
     y = F.linear(y.transpose(1, 2).flatten(2), wrap(given["out_proj_weight"]), wrap(given["out_proj_bias"]))
     y = y.transpose(0, 1)

@@ -131,6 +131,18 @@ def test_attention_by_torchs_function_is_opened_into_its_layers(options):
     assert roofline(model, x).macs == counted.get_total_flops() // 2
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bias": False}])
+def test_a_subclass_of_torchs_attention_is_opened_and_keeps_its_names(options):
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = Net(lambda net, x: net.fc(net.attn(x, x, x)[0]), attn=Own(16, 4, **options), fc=nn.Linear(16, 3))
+    x = torch.randn(5, 5, 16, generator=G)
+    graph = same(model, x, x.flip(0))
+    assert kinds(graph).count("linear") == 3 and kinds(graph).count("matmul") == 2
+    assert graph.state_dict().keys() == model.state_dict().keys()
+
+
 def test_the_pool_of_clips_resnets_sees_the_whole_image():
     layers = {name: nn.Linear(16, 16) for name in "qkv"} | {"last": nn.Linear(16, 3), "conv": nn.Conv2d(3, 16, 4, 4)}
     model = Net(lambda net, x: pooled(net, net.conv(x).flatten(2).transpose(1, 2)), **layers).eval()
