@@ -138,6 +138,7 @@ def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, fr
     of_image = of_inputs(view)
     return any(
         node.traits.category == "arithmetic"
+        and node.kind != "where"  # which takes zeros where a descriptor has no length
         and any(s not in of_image and s.shape and not _is_affine(s, node) for s in node.tensors)
         for node in sources
         if node not in finals

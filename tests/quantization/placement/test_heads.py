@@ -95,12 +95,23 @@ def pyramid(decode=lambda net, fine, coarse: (fine, coarse)):
     return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), fine=nn.Conv2d(8, 4, 1), coarse=nn.Conv2d(8, 4, 1))
 
 
-@pytest.mark.parametrize("make", [sum_net, pyramid, lambda: torchvision.models.squeezenet1_1(num_classes=4)])
+def descriptor():
+    # kornia's HardNet: descriptors of length one, and zeros for those without a length.
+    def run(net, x):
+        x = net.last(net.body(x).relu()).mean((2, 3))
+        return torch.where(x.abs().amax(1, keepdim=True) == 0, torch.zeros_like(x), nn.functional.normalize(x))
+
+    return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), last=nn.Conv2d(8, 4, 1))
+
+
+@pytest.mark.parametrize(
+    "make", [sum_net, pyramid, descriptor, lambda: torchvision.models.squeezenet1_1(num_classes=4)]
+)
 def test_other_networks_have_no_detection_head(make):
     model = make()
     assert parts(model) == {}
     if not isinstance(model, torchvision.models.SqueezeNet):
-        assert len(parts(model, head="float")) == 2
+        assert len(parts(model, head="float")) == (1 if make is descriptor else 2)
 
 
 def test_grids_and_anchors_are_recognized():
