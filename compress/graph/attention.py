@@ -293,10 +293,10 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
     else:
         query, key, value = (projected(i, name) for i, name in enumerate("qkv"))
     y, _ = _attend(query, key, value, (width // heads) ** -0.5, masked)
-    y = F.linear(y.transpose(1, 2).flatten(2), wrap(given["out_proj_weight"]), wrap(given["out_proj_bias"]))
-    y = y.transpose(0, 1)
+    y = y.transpose(1, 2).flatten(2)
+    result: Any = F.linear(y, wrap(given["out_proj_weight"]), wrap(given["out_proj_bias"])).transpose(0, 1)
     for user in list(node.users):
-        user.replace_all_uses_with(y.node)
+        user.replace_all_uses_with(result.node)
         node.graph.erase_node(user)
     return ""
 
