@@ -48,7 +48,8 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
         sources = node.all_input_nodes
         graph_module.graph.erase_node(node)
         for source in sources:
-            if not source.users and node_kind(source) in SHAPES:  # the rate of a dropout
+            # the rate of a dropout, and biases that are concatenated for the call alone
+            if not source.users and (node_kind(source) in SHAPES or source.target is torch.cat):
                 graph_module.graph.erase_node(source)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -64,6 +65,8 @@ def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
         return _open_multihead if type(node_module(node)) is nn.MultiheadAttention else None
     if node.target is F.scaled_dot_product_attention:
         return _open_scaled_dot_product
+    if node.target is F.multi_head_attention_forward:
+        return _open_function
     return _open_windows if node_kind(node) == "window_attention" else None
 
 
@@ -233,6 +236,69 @@ def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
         return "its result is passed on as a tuple"
     calls = [n for n in node.graph.nodes if n.op == "call_module" and n.target == node.target]
     return "it is called more than once" if len(calls) > 1 else ""
+
+
+# --- F.multi_head_attention_forward --------------------------------------------------------------------------------
+
+
+def attention_arguments(node: fx.Node) -> dict[str, Any]:
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _open_function(node: fx.Node, wrap: Wrap) -> str:
+    # It is called with the weights of layers, as CLIP's ResNets pool: each projection becomes a layer again.
+    given = attention_arguments(node)
+    sources = [given[name] for name in ("query", "key", "value")]
+    masks = [name for name in ("attn_mask", "key_padding_mask") if given[name] is not None]
+    rows = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    if any(user.target is not operator.getitem for user in node.users) or 1 in read:
+        return "its result is passed on as a tuple, or its weights are read"
+    if rows or given["add_zero_attn"] or (given["dropout_p"] and given["training"]):
+        return "it drops attention weights, or has rows beside its keys"
+    if not all(isinstance(given[name], fx.Node) and given[name].meta.get("shape") for name in masks):
+        return "it has a mask that is no tensor"
+    if any(len(source.meta["shape"]) != 3 for source in sources):
+        return "its input has no batch dimension"
+    heads, width = given["num_heads"], sources[0].meta["shape"][-1]
+    if not isinstance(heads, int):
+        return "the number of its heads is computed"
+
+    def part(whole: Any, i: int) -> Any:
+        # the i-th third of the weights or biases, which may be three parameters in a row
+        if whole is None:
+            return None
+        if whole.target is torch.cat and len(whole.args[0]) == 3:
+            return wrap(whole.args[0][i])
+        return wrap(whole)[i * width : (i + 1) * width]
+
+    def projected(i: int, name: str) -> Any:
+        own = given["use_separate_proj_weight"]
+        weight = wrap(given[f"{name}_proj_weight"]) if own else part(given["in_proj_weight"], i)
+        y = F.linear(wrap(sources[i]).transpose(0, 1), weight, part(given["in_proj_bias"], i))
+        return y.unflatten(-1, (heads, width // heads)).transpose(1, 2)
+
+    def masked(scores: Any) -> Any:
+        for name in masks:
+            scores = _with_mask(scores, wrap(given[name]), heads, padding=name == "key_padding_mask")
+        return scores
+
+    whole = given["in_proj_weight"]
+    if sources[0] is sources[1] is sources[2] and getattr(whole, "op", "") == "get_attr":  # in nn.MultiheadAttention
+        qkv = F.linear(wrap(sources[0]).transpose(0, 1), wrap(whole), wrap(given["in_proj_bias"]))
+        qkv = qkv.unflatten(-1, (3, heads, width // heads)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv[0], qkv[1], qkv[2]
+    else:
+        query, key, value = (projected(i, name) for i, name in enumerate("qkv"))
+    y, _ = _attend(query, key, value, (width // heads) ** -0.5, masked)
+    y = y.transpose(1, 2).flatten(2)
+    result: Any = F.linear(y, wrap(given["out_proj_weight"]), wrap(given["out_proj_bias"])).transpose(0, 1)
+    for user in list(node.users):
+        user.replace_all_uses_with(result.node)
+        node.graph.erase_node(user)
+    return ""
 
 
 # --- F.scaled_dot_product_attention --------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
+import torch.nn.functional as F
 from torch import Tensor, fx
 
+from compress.graph.attention import attention_arguments
 from compress.graph.ops import TRAITS, node_kind, node_module
 from compress.graph.spelled import written_out
 
@@ -169,6 +171,11 @@ def _attention_macs(node: fx.Node) -> Macs | None:
     if node.op != "call_module":
         if len(shapes) < 3:
             return None
+        if node.target is F.multi_head_attention_forward:  # (tokens, batch, width)
+            given = attention_arguments(node)
+            query, key, value, out = (given[n].meta["shape"] for n in ("query", "key", "value", "out_proj_weight"))
+            projected = math.prod(query) + math.prod(key) + math.prod(value) + math.prod(query[:-1]) * out[0]
+            return projected * query[-1], math.prod(query) * key[0] * 2
         query, key, value = shapes[:3]
         return 0, math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     module = node_module(node)

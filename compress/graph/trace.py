@@ -245,6 +245,14 @@ def answered(root: nn.Module, *, integers: bool = False) -> Iterator[None]:
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": lambda value: _is_instance(value, Tensor)}
     scripted, compiled = torch.jit.isinstance, torch.jit.ScriptFunction.__call__
     changed += [(vars(torch), name, function) for name, function in tensors.items()]
+    imported = {id(getattr(torch, name)): function for name, function in tensors.items()}  # `from torch import zeros`
+    changed += [
+        (place, key, imported[id(value)])
+        for place in loaded.values()
+        if id(place) not in kept
+        for key, value in list(place.items())
+        if id(value) in imported
+    ]
     changed += [(place, name, _of_masks(place[name], symbolic)) for place, name, symbolic in _OF_MASKS]
     changed.append((vars(torch.jit), "isinstance", lambda value, kind: scripted(_seen(value), kind)))
     before = [(place, name, place[name]) for place, name, _ in changed if name in place]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.graph.attention import attention_arguments
 from compress.graph.ops import kinds, out_of_place
 from compress.graph.spelled import written_out
 from compress.receptive.fields import (
@@ -559,6 +560,9 @@ def _attention(call: Call) -> object:
     """A query depends on itself and all keys and values, also masked ones."""
     operands = [call.field(i, n) for i, n in enumerate(("query", "key", "value"))]
     name = f"{call.name} (attention) depends on every position"
+    if call.node.target is F.multi_head_attention_forward:
+        shape = (*operands[0].shape[:-1], attention_arguments(call.node)["out_proj_weight"].meta["shape"][0])
+        return _attend(operands, shape, 0, name), None
     if call.module is None:
         return _attend(operands, call.result_shape(), -2, name)
     length = -2 if getattr(call.module, "batch_first", False) else 0

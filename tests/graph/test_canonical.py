@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.flop_counter import FlopCounterMode
 
-from compress import audit_onnx, export_onnx, quantize, trace
+from compress import audit_onnx, export_onnx, quantize, receptive_field, roofline, trace
 from compress.errors import CompressWarning
 from compress.graph.canonical import canonical_graph
 from compress.graph.fold import fold_batchnorm
@@ -97,6 +98,58 @@ def test_attention_between_tensors_and_with_masks_is_opened(case):
     graph = same(crossed(), torch.randn(2, 5, 16, generator=G))
     assert kinds(graph).count("linear") == layers + 1 and kinds(graph).count("matmul") == 2
     assert sum(p.numel() for p in graph.parameters()) == sum(p.numel() for p in crossed().parameters())
+
+
+def pooled(net, x, **options):
+    # The pool of CLIP's ResNets: torch's function with the weights of four layers.
+    tokens = torch.cat([x.mean(1, keepdim=True), x], 1).transpose(0, 1)
+    if "padding" in options:
+        options = {"key_padding_mask": tokens[..., 0].transpose(0, 1) > 1}
+    own = options.pop("own", True)
+    weights = {f"{n}_proj_weight": getattr(net, n).weight for n in "qkv"} if own else {}
+    parts = [getattr(net, n) for n in "qkv"]
+    y, _ = F.multi_head_attention_forward(
+        *(tokens, tokens, tokens, tokens.shape[-1], 4),
+        None if own else torch.cat([part.weight for part in parts]),
+        torch.cat([part.bias for part in parts]),
+        *(None, None, False, 0.0, net.last.weight, net.last.bias),
+        **{"training": net.training, "need_weights": False, "use_separate_proj_weight": own, **weights, **options},
+    )
+    return y[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"own": False}, {"padding": True}, {"attn_mask": torch.randn(6, 6)}])
+def test_attention_by_torchs_function_is_opened_into_its_layers(options):
+    layers = {name: nn.Linear(16, 16) for name in "qkv"}
+    model = Net(lambda net, x: pooled(net, x, **options), **layers, last=nn.Linear(16, 3))
+    x = torch.randn(2, 5, 16, generator=G)
+    graph = same(model, x)
+    assert kinds(graph).count("linear") == 4 and kinds(graph).count("matmul") == 2
+    assert {key for key in graph.state_dict() if "constant" not in key} == model.state_dict().keys()
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(x)
+    assert roofline(model, x).macs == counted.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bias": False}])
+def test_a_subclass_of_torchs_attention_is_opened_and_keeps_its_names(options):
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = Net(lambda net, x: net.fc(net.attn(x, x, x)[0]), attn=Own(16, 4, **options), fc=nn.Linear(16, 3))
+    x = torch.randn(5, 5, 16, generator=G)
+    graph = same(model, x, x.flip(0))
+    assert kinds(graph).count("linear") == 3 and kinds(graph).count("matmul") == 2
+    assert graph.state_dict().keys() == model.state_dict().keys()
+
+
+def test_the_pool_of_clips_resnets_sees_the_whole_image():
+    layers = {name: nn.Linear(16, 16) for name in "qkv"} | {"last": nn.Linear(16, 3), "conv": nn.Conv2d(3, 16, 4, 4)}
+    model = Net(lambda net, x: pooled(net, net.conv(x).flatten(2).transpose(1, 2)), **layers).eval()
+    image = torch.randn(1, 3, 8, 12, generator=G, requires_grad=True)
+    model(image).sum().backward()
+    assert image.grad.abs().sum((0, 1)).ne(0).all()
+    assert list(receptive_field(model, image.detach()))[-1].size == (8, 12)
 
 
 def test_attention_that_cannot_be_opened_says_why():

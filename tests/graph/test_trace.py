@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn, ones
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 import compress
@@ -210,6 +210,13 @@ def asks_for_types(self, x):
     return self.conv(x) * {3: 1.0, 4: 2.0}[x.ndim]  # as einops finds its recipe
 
 
+def functions_imported_by_name(self, x):
+    # vit-pytorch's layers take a tensor or its parts: with a batch of as many images as parts, no error shows it.
+    parts = x.split((1, 2), dim=1) if is_tensor(x) else x
+    assert len(parts) == 2
+    return self.conv(torch.cat([2 * parts[0], parts[1]], 1)) * ones(len(x), 1, 1, 1)
+
+
 def shifts_channels(self, x):  # as a temporal shift module does
     y = self.conv(x)
     out = torch.zeros_like(y)
@@ -301,7 +308,7 @@ FORWARDS = [
     *(asks_for_classes, parts_of_a_sequence_and_texts),
     *(sizes_as_plain_numbers, counts_its_windows_in_fractions, takes_lists_and_nested_tensors_too),
     new_tensors_and_words_of_python,
-    *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
+    *(made_of_sizes, length_of_a_batch, asks_for_types, functions_imported_by_name, shifts_channels, divides_by_a_size),
     *(takes_another_way_without_a_tensor, sizes_as_an_array, numbers_of_numpy),
     numbers_for_each_image,
 ]

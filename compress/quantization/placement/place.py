@@ -95,7 +95,8 @@ def _is_expectation(node: Node) -> bool:
     source = activations[0]
     while source.kind in _MOVED and source.tensors:
         source = source.tensors[0]
-    return source.kind == "softmax"
+    # Talking heads mix probabilities, and have as many afterwards.
+    return source.kind == "softmax" and math.prod(node.shape or ()) < math.prod(source.shape or (math.inf,))
 
 
 def _tail(view: GraphView, means: set[Node]) -> set[Node]:
@@ -137,6 +138,7 @@ def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, fr
     of_image = of_inputs(view)
     return any(
         node.traits.category == "arithmetic"
+        and node.kind != "where"  # which takes zeros where a descriptor has no length
         and any(s not in of_image and s.shape and not _is_affine(s, node) for s in node.tensors)
         for node in sources
         if node not in finals

@@ -95,12 +95,23 @@ def pyramid(decode=lambda net, fine, coarse: (fine, coarse)):
     return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), fine=nn.Conv2d(8, 4, 1), coarse=nn.Conv2d(8, 4, 1))
 
 
-@pytest.mark.parametrize("make", [sum_net, pyramid, lambda: torchvision.models.squeezenet1_1(num_classes=4)])
+def descriptor():
+    # kornia's HardNet: descriptors of length one, and zeros for those without a length.
+    def run(net, x):
+        x = net.last(net.body(x).relu()).mean((2, 3))
+        return torch.where(x.abs().amax(1, keepdim=True) == 0, torch.zeros_like(x), nn.functional.normalize(x))
+
+    return Net(run, body=nn.Conv2d(3, 8, 3, padding=1), last=nn.Conv2d(8, 4, 1))
+
+
+@pytest.mark.parametrize(
+    "make", [sum_net, pyramid, descriptor, lambda: torchvision.models.squeezenet1_1(num_classes=4)]
+)
 def test_other_networks_have_no_detection_head(make):
     model = make()
     assert parts(model) == {}
     if not isinstance(model, torchvision.models.SqueezeNet):
-        assert len(parts(model, head="float")) == 2
+        assert len(parts(model, head="float")) == (1 if make is descriptor else 2)
 
 
 def test_grids_and_anchors_are_recognized():
@@ -130,6 +141,18 @@ def test_attention_is_no_expectation():
         return (q.transpose(1, 2) @ k).softmax(-1) @ v.transpose(1, 2)
 
     assert parts(Net(run, **{name: nn.Conv2d(3, 8, 4, 4) for name in "qkv"})) == {}
+
+
+def test_talking_heads_are_no_expectation():
+    # CaiT's and DeepViT's attention mixes the probabilities of its heads, and takes no mean over them.
+    def run(net, x):
+        q, k, v = (layer(x).flatten(2).unflatten(1, (2, 4)) for layer in (net.q, net.k, net.v))
+        attention = net.mix((q.transpose(2, 3) @ k).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return net.last((attention @ v.transpose(2, 3)).transpose(2, 3).flatten(1, 2).unflatten(2, (8, 16)))
+
+    layers = {name: nn.Conv2d(3, 8, 4, 4) for name in "qkv"}
+    model = Net(run, **layers, mix=nn.Linear(2, 2), last=nn.Conv2d(8, 4, 1))
+    assert parts(model) == {} and weights(model) == {"q", "k", "v", "mix", "last"}
 
 
 def test_an_expectation_is_one_however_it_is_written():
