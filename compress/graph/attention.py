@@ -266,7 +266,7 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
     if not isinstance(heads, int):
         return "the number of its heads is computed"
 
-    def part(whole: Any, i: int) -> Any:
+    def part(whole: Any, i: int) -> fx.Proxy | None:
         # the i-th third of the weights or biases, which may be three parameters in a row
         if whole is None:
             return None
@@ -274,13 +274,14 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
             return wrap(whole.args[0][i])
         return wrap(whole)[i * width : (i + 1) * width]
 
-    def projected(i: int, name: str) -> Any:
+    def projected(i: int, name: str) -> fx.Proxy:
         own = given["use_separate_proj_weight"]
-        weight = wrap(given[f"{name}_proj_weight"]) if own else part(given["in_proj_weight"], i)
-        y = F.linear(wrap(sources[i]).transpose(0, 1), weight, part(given["in_proj_bias"], i))
+        weight: Any = wrap(given[f"{name}_proj_weight"]) if own else part(given["in_proj_weight"], i)
+        bias: Any = part(given["in_proj_bias"], i)
+        y: Any = F.linear(wrap(sources[i]).transpose(0, 1), weight, bias)
         return y.unflatten(-1, (heads, width // heads)).transpose(1, 2)
 
-    def masked(scores: Any) -> Any:
+    def masked(scores: Any) -> fx.Proxy:
         for name in masks:
             scores = _with_mask(scores, wrap(given[name]), heads, padding=name == "key_padding_mask")
         return scores
