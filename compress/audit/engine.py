@@ -375,9 +375,10 @@ def _precision(layer: EngineLayer) -> str:
 
 
 def _dequantizes(name: str) -> bool:
-    # Before its product a generated kernel casts what it reads, and multiplies by a scale.
-    before = list(itertools.takewhile(lambda step: step not in _PRODUCTS, fused_steps(name)))
-    return ("Cast", "Mul") in itertools.pairwise(before) and len(before) < len(fused_steps(name))
+    # A generated kernel that multiplies in float casts its integers and multiplies them by their scale first.
+    steps = fused_steps(name)
+    before = list(itertools.takewhile(lambda step: step not in _PRODUCTS, steps))
+    return ("Cast", "Mul") in itertools.pairwise(before) and len(before) < len(steps)
 
 
 def _weight_bytes(layer: EngineLayer) -> float:

@@ -139,9 +139,9 @@ def _summary(audit: OnnxAudit) -> None:
         lines.append(("not INT8", f"{number}, such as {examples[reason]}: {reason}"))
     for engine in ("tensorrt", "tensorrt-rtx"):
         why_float = {row.name: row.float_on[engine] for row in audit.rows if engine in row.float_on and row.int8}
+        examples = {why: name for name, why in reversed(why_float.items())}
         for why, number in Counter(why_float.values()).most_common(2):
-            example = next(name for name, one in why_float.items() if one == why)
-            lines.append((f"float on {display(engine)}", f"{number}, such as {example}: {why}"))
+            lines.append((f"float on {display(engine)}", f"{number}, such as {examples[why]}: {why}"))
     float32 = [row.name for row in audit.rows if row.type_on("tensorrt") == "FP32"]
     if float32 and audit.float_type != "float32":
         lines.append(("FP32", f"{len(float32)}, such as {float32[0]}: the file has its tensors in float32"))

@@ -358,7 +358,7 @@ class OnnxFile:
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
         clipped_scale: least scale that integers after a Clip have; infinity without one.
         largest: magnitude that quantized tensors reach at least.
-        read_within: an If or Loop reads what is moved behind a pair.
+        read_within: an If or Loop reads a dequantized tensor after operations of `MOVED_OVER`.
         weight_files: files beside it that hold its weights, sorted; () if it holds them itself.
     """
 

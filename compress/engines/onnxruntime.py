@@ -98,7 +98,7 @@ _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
 # is many steps of a smaller scale: a ReLU6 before zero point 0 passes negative values (1.31).
 _HARMFUL_BELOW_EPSILON = ["ClipQuantRewrite"]
 _EPSILON = 2.0**-23
-# It ends the process where an If or Loop reads what this would move a pair over (1.31).
+# It ends the process where an If or Loop reads the result of an operation over which it moves a pair (1.31).
 _HARMFUL_WITHIN = ["QDQPropagationTransformer"]
 
 # First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
@@ -215,9 +215,8 @@ def _harmful(file: OnnxFile) -> list[str]:
     name = file.path.name
     if file.read_within:
         harmful += _HARMFUL_WITHIN
-        _warn_of(
-            f"an If or Loop of {name} reads what is moved behind a pair: it ends ONNX Runtime 1.31", _HARMFUL_WITHIN
-        )
+        what = f"an If or Loop of {name} reads a dequantized tensor after a Reshape or the like"
+        _warn_of(f"{what}, at which ONNX Runtime 1.31 ends the process by default", _HARMFUL_WITHIN)
     if file.clipped_scale < _EPSILON:
         harmful += _HARMFUL_BELOW_EPSILON
         what = f"{name} has a Clip before a scale of {file.clipped_scale:.1g}, which ONNX Runtime leaves out by default"

@@ -109,11 +109,8 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         key, value = _with_rows(module, path, key, "bias_k"), _with_rows(module, path, value, "bias_v")
 
     def masked(scores: Any) -> fx.Proxy:
-        masks = [name for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
-        rows = scores[..., -added:] if added and masks else None  # which no mask hides
-        scores = scores if rows is None else scores[..., :-added]
-        for name in masks:
-            scores = _with_mask(scores, wrap(arguments[name]), heads, padding=name == "key_padding_mask")
+        rows = scores[..., -added:] if added and _masks(arguments) else None  # which no mask hides
+        scores = _with_masks(scores if rows is None else scores[..., :-added], wrap, arguments, heads)
         return scores if rows is None else _concat([scores, rows], -1)
 
     def dropped(weights: Any) -> fx.Proxy:
@@ -203,6 +200,16 @@ def _input_layers(module: Any) -> tuple[list[Tensor], list[Tensor] | None]:
     return weights, None if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
 
 
+def _masks(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None}
+
+
+def _with_masks(scores: Any, wrap: Wrap, arguments: dict[str, Any], heads: int) -> fx.Proxy:
+    for name, mask in _masks(arguments).items():
+        scores = _with_mask(scores, wrap(mask), heads, padding=name == "key_padding_mask")
+    return scores
+
+
 def _with_mask(scores: Any, mask: Any, heads: int, *, padding: bool) -> fx.Proxy:
     """Scores (N, heads, tokens, keys) with a mask: added if it holds numbers, -inf where it is true."""
     shape, dtype = mask.node.meta["shape"], mask.node.meta["dtype"]
@@ -220,12 +227,15 @@ def _drop(node: fx.Node, weights: Any, rate: float) -> fx.Proxy:
     return weights.tracer.create_proxy("call_module", name, (weights,), {})
 
 
-def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    masks = [arguments[name] for name in ("attn_mask", "key_padding_mask") if arguments[name] is not None]
-    if not all(isinstance(mask, fx.Node) and mask.meta.get("shape") for mask in masks):
+def _why_unfit(arguments: dict[str, Any]) -> str:
+    if not all(isinstance(mask, fx.Node) and mask.meta.get("shape") for mask in _masks(arguments).values()):
         return "it has a mask that is no tensor"
-    if len(arguments["query"].meta["shape"]) != 3:
-        return "its input has no batch dimension"
+    return "its input has no batch dimension" if len(arguments["query"].meta["shape"]) != 3 else ""
+
+
+def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
+    if reason := _why_unfit(arguments):
+        return reason
     read = [user for user in node.users if user.users or user.target is not operator.getitem]
     used = {user.args[1] for user in read if user.target is operator.getitem}
     if (
@@ -251,17 +261,14 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
     # It is called with the weights of layers, as CLIP's ResNets pool: each projection becomes a layer again.
     given = attention_arguments(node)
     sources = [given[name] for name in ("query", "key", "value")]
-    masks = [name for name in ("attn_mask", "key_padding_mask") if given[name] is not None]
     rows = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
     read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
     if any(user.target is not operator.getitem for user in node.users) or 1 in read:
         return "its result is passed on as a tuple, or its weights are read"
     if rows or given["add_zero_attn"] or (given["dropout_p"] and given["training"]):
         return "it drops attention weights, or has rows beside its keys"
-    if not all(isinstance(given[name], fx.Node) and given[name].meta.get("shape") for name in masks):
-        return "it has a mask that is no tensor"
-    if any(len(source.meta["shape"]) != 3 for source in sources):
-        return "its input has no batch dimension"
+    if reason := _why_unfit(given):
+        return reason
     heads, width = given["num_heads"], sources[0].meta["shape"][-1]
     if not isinstance(heads, int):
         return "the number of its heads is computed"
@@ -282,9 +289,7 @@ def _open_function(node: fx.Node, wrap: Wrap) -> str:
         return y.unflatten(-1, (heads, width // heads)).transpose(1, 2)
 
     def masked(scores: Any) -> fx.Proxy:
-        for name in masks:
-            scores = _with_mask(scores, wrap(given[name]), heads, padding=name == "key_padding_mask")
-        return scores
+        return _with_masks(scores, wrap, given, heads)
 
     whole = given["in_proj_weight"]
     if sources[0] is sources[1] is sources[2] and getattr(whole, "op", "") == "get_attr":  # in nn.MultiheadAttention

@@ -269,10 +269,6 @@ def drop_identities(source: SourceFile) -> int:
     return count
 
 
-# First opset whose Split takes sizes as an input.
-_SPLIT_BY_INPUT = 13
-
-
 def constant_axes(source: SourceFile) -> int:
     # TensorRT refuses axes that are computed, though from constants alone, as torch's unoptimized files do.
     index, made = Index(source), dict[str, str]()
@@ -289,6 +285,10 @@ def constant_axes(source: SourceFile) -> int:
     if made:
         drop_unread(index.graph)
     return len(made)
+
+
+# First opset whose Split takes sizes as an input.
+_SPLIT_BY_INPUT = 13
 
 
 def plain_splits(source: SourceFile) -> int:

@@ -659,7 +659,7 @@ SECONDS, BYTES = 20, 8 << 30
 # Seconds of the clock for a trial that computes nothing and does not end.
 _LAST_RESORT = 600
 
-# What the trial's process returns when its seconds are over.
+# Exit status of the process that runs the trial, where it ends itself because its processor time is spent.
 _LATE = 99
 
 # Rounds of a Loop that take days in every engine.

@@ -39,6 +39,7 @@ from compress.engines.cuda.plan.steps import Attention, Convolution, FloatOperat
 from compress.errors import EngineError
 from compress.files import read_json, write_json
 from compress.kernels.triton.ahead import Request, compile_requests, recorded
+from compress.onnx_graph import WEIGHTED_OPS
 from compress.support.process import nvidia_driver
 
 # A graph of launches takes about this long: far longer than its own start, which takes 5 to 10 us.
@@ -456,8 +457,6 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 
 _INTEGERS, _FLOATS = "integers", "floats"
-# A network of none of these has too little to compute for the minute that torch's compiler takes.
-_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # Largest relative error, in the norm, of results in floating point; beyond it they are refused.
 _MOST_APART = 0.5
 # Parts of a batch that run beside each other: ResNet-50 at batch 128 was slower in 4 parts on 2 streams.
@@ -636,8 +635,9 @@ class Program:
 
     def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
         """Take the network of all parts in floating point where its graph is faster and computes the same."""
+        # Without them a network has too little to compute for the minute that torch's compiler takes.
         products = any(
-            isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in _PRODUCTS)
+            isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in WEIGHTED_OPS)
             for step in self.layout.steps
         )
         if self._recorded is not None and products:

@@ -193,7 +193,8 @@ class _Work:
         self.pieces = [list(feeds([batch], inputs)) for batch in held]
         first = self.pieces[0][0]
         self.feed = one_image(source.proto, first) or first
-        outputs = list(self.outputs(self.path, "onnxruntime"))  # an engine in fp16 may not compute what the file says
+        # The reference is the float file in float32: an engine that computes it in fp16 may lose accuracy itself.
+        outputs = list(self.outputs(self.path, "onnxruntime"))
         targets = [target for batch in held for target in targets_of(batch, len(inputs))]
         self.judged = Judged(outputs, targets, metric_for(outputs[0], metric))
         forms, begun = [self.form(FLOAT, self.path)], time.monotonic()
