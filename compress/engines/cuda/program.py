@@ -465,6 +465,10 @@ _PARTS = 2
 _PARTS_APART = 0.02
 # A batch runs in parts if that takes at most this share of the time.
 _LEAST_GAIN = 0.98
+# Milliseconds of networks in floating point by their products. One that differs in its quantizers alone, as those that
+# `tune` tries, is not compiled where its integers take less than this share of them.
+_FLOATS_MS: dict[tuple[object, ...], float] = {}
+_LEAST_APART = 0.9
 
 Ways = Callable[[Step, Layout], list[Candidate]]
 Make = Callable[[Layout, int], "Program"]
@@ -636,27 +640,33 @@ class Program:
     def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
         """Take the network of all parts in floating point where its graph is faster and computes the same."""
         # Without them a network has too little to compute for the minute that torch's compiler takes.
-        products = any(
-            isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in WEIGHTED_OPS)
-            for step in self.layout.steps
-        )
-        if self._recorded is not None and products:
+        if self._recorded is not None and self._products():
             with torch.cuda.device(self.executor.device):
                 self._recorded = self._faster(self._recorded, network, plan)
+
+    def _products(self) -> list[tuple[int, ...]]:
+        """The shapes of what products compute, in integers or not, in one order."""
+        steps = [
+            step
+            for step in self.layout.steps
+            if isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in WEIGHTED_OPS)
+        ]
+        return sorted(self.layout.plan.tensors[step.writes[0]].shape for step in steps)
 
     def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
         choice, inputs = plan.get(place), self.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
-        other = None
+        other, products = None, (*self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors))
         if choice is None:
             self.graphs_ms[_INTEGERS] = repeated_ms(ours)
-        if choice == _FLOATS or (choice is None and self.graphs_ms[_INTEGERS] >= self._bare_ms()):
+            least = max(self._bare_ms(), _LEAST_APART * _FLOATS_MS.get(products, 0.0))
+        if choice == _FLOATS or (choice is None and self.graphs_ms[_INTEGERS] >= least):
             other = recorded_network(network, inputs, list(self.layout.plan.outputs))
         if other is not None:
             theirs = partial(self._replayed, other, inputs)
             if _apart(ours(), theirs()) <= _MOST_APART:
-                self.graphs_ms[_FLOATS] = repeated_ms(theirs)
+                self.graphs_ms[_FLOATS] = _FLOATS_MS[products] = repeated_ms(theirs)
             faster = self.graphs_ms.get(_FLOATS, math.inf) < self.graphs_ms.get(_INTEGERS, math.inf)
             other = other if faster else None
         self.floats = other is not None
