@@ -35,6 +35,7 @@ from compress.engines.cuda.plan.steps import (
     Operation,
     Output,
     Product,
+    SampledSum,
     Source,
     Step,
 )
@@ -47,7 +48,7 @@ from compress.engines.cuda.tiles import (
     wide_tiles,
     window_tiles,
 )
-from compress.kernels.triton.int8_attention import attention
+from compress.kernels.triton.int8_attention import attention, sampled_sum
 from compress.kernels.triton.int8_depthwise import (
     WORD,
     DepthwiseTile,
@@ -442,6 +443,27 @@ def _mask(mask: Tensor, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
     return mask.expand((len(mask), *lengths[1:]) if repeats else lengths)
 
 
+def bind_sampled_sum(step: SampledSum, layout: Layout, bindings: Bindings) -> list[Candidate]:
+    finish = plain_finish(step.out, bindings)
+
+    def candidate(queries: int, warps: int) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            sampled_sum(
+                [tensors[name] for name in step.images],
+                [tensors[name] for name in step.grids],
+                tensors[step.x.name],
+                finish,
+                *(tensors[name] if name else None for name in (step.out.codes, step.out.value)),
+                aligned=step.aligned,
+                queries=queries,
+                warps=warps,
+            )
+
+        return Candidate(f"triton sampled sum {queries} w{warps}", run)
+
+    return [candidate(*size) for size in ((8, 2), (4, 1), (16, 4), (32, 4))]
+
+
 def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]:
     given = step.source.to(bindings.device) if isinstance(step.source, Tensor) else step.source
 
@@ -802,6 +824,7 @@ _KINDS: dict[type[Step], Callable[..., list[Candidate]]] = {
     Elementwise: bind_elementwise,
     LayerNorm: bind_layer_norm,
     Attention: bind_attention,
+    SampledSum: bind_sampled_sum,
     Move: bind_operation,
     FloatOperation: bind_operation,
 }

@@ -25,6 +25,7 @@ from compress.engines.cuda.plan.steps import (
     Operation,
     Output,
     Padding,
+    SampledSum,
     Source,
     Step,
 )
@@ -144,6 +145,14 @@ def _attention(step: Attention, tensors: Tensors) -> Results:
     return written(probabilities * step.probabilities.scale[0] @ v, step.out, -1)
 
 
+def _sampled_sum(step: SampledSum, tensors: Tensors) -> Results:
+    parts = [
+        F.grid_sample(tensors[image].double(), tensors[grid].double(), align_corners=step.aligned)
+        for image, grid in zip(step.images, step.grids, strict=True)
+    ]
+    return written((torch.cat(parts, -1) * real(step.x, tensors)).sum(-1), step.out)
+
+
 def _move(step: Move, tensors: Tensors) -> Results:
     return dict(zip(step.outputs, applied(step, tensors), strict=False))
 
@@ -209,6 +218,7 @@ _FUNCTIONS: dict[type[Step], Callable[..., Results]] = {
     Elementwise: _elementwise,
     LayerNorm: _layer_norm,
     Attention: _attention,
+    SampledSum: _sampled_sum,
     Move: _move,
     FloatOperation: _float_operation,
 }

@@ -1,8 +1,10 @@
-"""Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel."""
+"""Attention for inference in one kernel: softmax(scale q k) on a grid, times v; or sums over sampled places."""
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -31,7 +33,7 @@ def attention(
 ) -> None:
     """Launch the attention of all heads.
 
-    - `q`, `k`, `v`: codes (B, H, L, D), (B, H, D, S), (B, H, S, E).
+    - `q`, `k`, `v`: codes (B, H, L, D), (B, H, D, S), (B, H, S, E); queries and keys may be values.
     - `mask`: float32 (M, H, L, S), strides of 0 where it broadcasts; M is B or divides it (then it repeats).
     - `factor`: of a product of codes, in the scores.
     - `probability`, `limits`: scale, lowest and highest integer of the probabilities' grid.
@@ -79,7 +81,7 @@ def _scores(q, k_ptr, key, depth_at, k_step, depth, size, mask_ptr, mask_step, f
     if q.dtype == tl.int8:
         scores = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) * factor
     else:
-        scores = tl.dot(q, k.to(tl.float16), out_dtype=tl.float32) * factor
+        scores = tl.dot(q, k.to(q.dtype), out_dtype=tl.float32, input_precision="ieee") * factor
     if mask_ptr is not None:
         scores += tl.load(mask_ptr + key[None, :] * mask_step[3], mask=(key < size)[None, :], other=0.0) * mask_factor
     return tl.where((key < size)[None, :], scores, float("-inf"))
@@ -173,7 +175,7 @@ def _attention_kernel(
     there = (query < length)[:, None] & (depth_at < depth)[None, :]
     q_ptr += image * q_step[0] + head * q_step[1]
     q = tl.load(q_ptr + query[:, None] * q_step[2] + depth_at[None, :] * q_step[3], mask=there, other=0)
-    if DEPTH < 32:  # too few for the products of integers
+    if q_ptr.dtype.element_ty == tl.int8 and DEPTH < 32:  # too few for the products of integers
         q = q.to(tl.float16)
     k_ptr += image * k_step[0] + head * k_step[1]
     v_ptr += image * v_step[0] + head * v_step[1]
@@ -233,4 +235,127 @@ def _attention_kernel(
             + query[:, None] * value_step[2]
             + column[None, :] * value_step[3]
         )
+        tl.store(outputs.value + at, y.to(outputs.value.dtype.element_ty), mask=there)
+
+
+def sampled_sum(
+    images: Sequence[Tensor],
+    grids: Sequence[Tensor],
+    weights: Tensor,
+    finish: Finish,
+    codes: Tensor | None,
+    value: Tensor | None,
+    *,
+    aligned: bool = False,
+    queries: int = 8,
+    warps: int = 2,
+) -> None:
+    """Launch the weighted sum over all points of what grids sample between the pixels of images.
+
+    - `images`, `grids`: values (N, C, H, W), and places (N, L, points, 2) in each in -1 to 1; beyond are zeros.
+    - `weights`: (N, 1, L, points of all grids).
+    - `aligned`: -1 and 1 are the middles of the outermost pixels, not their edges.
+    - `codes`, `value`: (N, C, L), what is written; None = not.
+    - `queries`: of one program.
+    """
+    count, channels = images[0].shape[:2]
+    length = weights.shape[2]
+    outputs = [t for t in (codes, value) if t is not None]
+    _sampled_kernel[(triton.cdiv(length, queries), count)](
+        tuple(images),
+        tuple(tuple(x.stride()) for x in images),
+        tuple(tuple(x.shape[2:]) for x in images),
+        tuple(grids),
+        tuple(tuple(x.stride()) for x in grids),
+        weights,
+        weights.stride(0),
+        weights.stride(2),
+        weights.stride(3),
+        finish.vectors,
+        Outputs(None, codes, value),
+        finish.numbers,
+        length,
+        channels,
+        outputs[0].stride() if codes is not None else (0, 0, 0),
+        outputs[-1].stride() if value is not None else (0, 0, 0),
+        tuple(x.shape[2] for x in grids),
+        aligned,
+        finish.kind,
+        queries,
+        triton.next_power_of_2(channels),
+        num_warps=warps,
+    )
+
+
+@triton.jit
+def _corner(image_ptr, step, y, x, size, there):
+    """The pixels at whole places (queries), all channels; zeros beyond the image."""
+    inside = (y >= 0) & (y < size[0]) & (x >= 0) & (x < size[1])
+    at = tl.where(inside, y, 0.0).to(tl.int32) * step[2] + tl.where(inside, x, 0.0).to(tl.int32) * step[3]
+    return tl.load(image_ptr + at[:, None], mask=inside[:, None] & there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sampled_kernel(
+    images,
+    image_steps,
+    sizes,
+    grids,
+    grid_steps,
+    weights_ptr,
+    weight_image_step,
+    weight_query_step,
+    weight_point_step,
+    vectors,
+    outputs,
+    numbers,
+    length,
+    channels,
+    codes_step,
+    value_step,
+    POINTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    column = tl.arange(0, CHANNELS)
+    real, inside = query < length, column < channels
+    there = real[:, None] & inside[None, :]
+    weights_ptr += image * weight_image_step + query * weight_query_step
+    sums = tl.zeros([QUERIES, CHANNELS], dtype=tl.float32)
+    for level in tl.static_range(len(POINTS)):
+        step, size, grid_step = image_steps[level], sizes[level], grid_steps[level]
+        pixels = images[level] + image * step[0] + column[None, :] * step[1]
+        places = grids[level] + image * grid_step[0] + query * grid_step[1]
+        for point in range(POINTS[level]):
+            x = tl.load(places + point * grid_step[2], mask=real, other=0.0).to(tl.float32)
+            y = tl.load(places + point * grid_step[2] + grid_step[3], mask=real, other=0.0).to(tl.float32)
+            if ALIGNED:
+                x = (x + 1.0) * 0.5 * (size[1] - 1)
+                y = (y + 1.0) * 0.5 * (size[0] - 1)
+            else:
+                x = ((x + 1.0) * size[1] - 1.0) * 0.5
+                y = ((y + 1.0) * size[0] - 1.0) * 0.5
+            weight = tl.load(weights_ptr + point * weight_point_step, mask=real, other=0.0).to(tl.float32)
+            left, above = tl.floor(x), tl.floor(y)
+            right, below = (x - left)[:, None], (y - above)[:, None]
+            upper = _corner(pixels, step, above, left, size, there) * (1.0 - right)
+            upper += _corner(pixels, step, above, left + 1.0, size, there) * right
+            lower = _corner(pixels, step, above + 1.0, left, size, there) * (1.0 - right)
+            lower += _corner(pixels, step, above + 1.0, left + 1.0, size, there) * right
+            sums += (upper * (1.0 - below) + lower * below) * weight[:, None]
+        weights_ptr += POINTS[level] * weight_point_step
+    y, steps = finished(
+        sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
+    )
+    if KIND.writes_codes:
+        at = image * codes_step[0] + column[None, :] * codes_step[1] + query[:, None] * codes_step[2]
+        tl.store(
+            outputs.codes + at, to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero), mask=there
+        )
+    if KIND.writes_value:
+        at = image * value_step[0] + column[None, :] * value_step[1] + query[:, None] * value_step[2]
         tl.store(outputs.value + at, y.to(outputs.value.dtype.element_ty), mask=there)

@@ -69,19 +69,52 @@ def small_stem(b):
     return b.quantize(b.op("Relu", b.conv(b.quantize("input"), 18, 3, 1, 1)))
 
 
-def transformer(b, depth=12):
+def transformer(b, depth=12, codes=(0, 1, 2)):
     tokens, width = b.shape[1], 2 * depth
     x = b.quantize("input")
     heads = []
-    for turn in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]):
+    for index, turn in enumerate(([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])):
         y = b.op("Reshape", b.linear(x, width), b.constant(np.array([0, tokens, 2, depth], np.int64)))
-        heads.append(b.quantize(b.op("Transpose", y, perm=turn)))
+        y = b.op("Transpose", y, perm=turn)
+        heads.append(b.quantize(y) if index in codes else y)
     scores = b.op("Mul", b.op("MatMul", heads[0], heads[1]), b.constant(np.float32(depth**-0.5)))
     mixed = b.op("MatMul", b.quantize(b.op("Softmax", scores, axis=-1), clip=1.0), heads[2])
     y = b.op("Reshape", b.op("Transpose", mixed, perm=[0, 2, 1, 3]), b.constant(np.array([0, tokens, width], np.int64)))
     y = b.op("Add", b.linear(b.quantize(y), 20), "input")
     norm = [b.constant(b.rng.standard_normal(20).astype(np.float32)) for _ in range(2)]
     return b.linear(b.quantize(b.op("LayerNormalization", y, *norm, axis=-1)), 5)
+
+
+def sampled_places(b, stacked=False, aligned=0):
+    # Deformable attention: 2 heads of 6 channels, 2 or 3 places of each in two images; some lie beyond them.
+    points = (3, 3) if stacked else (3, 2)
+    x, sides = b.quantize("input"), ((5, 4), (2, 3))
+
+    def shaped(x, *sizes):
+        return b.op("Reshape", x, b.constant(np.array(sizes, np.int64)))
+
+    def heads(wide, *sizes):
+        y = shaped(b.linear(x, wide), 0, 26, 2, *sizes)
+        return b.op("Transpose", y, perm=[0, 2, 1, *range(3, 3 + len(sizes))])
+
+    values = b.op("Transpose", shaped(b.linear(x, 12), 0, 26, 2, 6), perm=[0, 2, 3, 1])
+    parts = b.op("Split", shaped(values, -1, 6, 26), b.constant(np.array([20, 6])), axis=2, outputs=2)
+    places = shaped(heads(4 * sum(points), sum(points), 2), -1, 26, sum(points), 2)
+    grids = b.op("Split", places, b.constant(np.array(points)), axis=2, outputs=2)
+    weights = shaped(b.op("Softmax", heads(2 * sum(points), sum(points)), axis=-1), -1, 1, 26, sum(points))
+    samples = [
+        b.op("GridSample", shaped(part, -1, 6, *side), grid, align_corners=aligned)
+        for part, grid, side in zip(parts, grids, sides, strict=True)
+    ]
+    if stacked:
+        two = b.constant(np.array([3]))
+        joined = b.op("Concat", *(b.op("Unsqueeze", y, two) for y in samples), axis=-2)
+        joined = shaped(joined, 0, 0, 0, sum(points))
+    else:
+        joined = b.op("Concat", *samples, axis=-1)
+    y = b.op("ReduceSum", b.op("Mul", joined, weights), b.constant(np.array([-1])), keepdims=0)
+    y = shaped(y if stacked else b.quantize(y), -1, 12, 26)
+    return y if stacked else b.linear(b.op("Transpose", y, perm=[0, 2, 1]), 5)
 
 
 def shapes_of_the_batch(b):
@@ -129,6 +162,9 @@ CASES = {
     "small stem": (small_stem, (2, 3, 6, 5), {"unsigned": True}),
     "transformer": (transformer, (2, 9, 20), {}),
     "wide heads": (partial(transformer, depth=33), (1, 5, 20), {}),
+    "scores of values": (partial(transformer, codes=(2,)), (2, 9, 20), {}),
+    "sampled places": (sampled_places, (2, 26, 20), {}),
+    "stacked samples": (partial(sampled_places, stacked=True, aligned=1), (2, 26, 20), {}),
     "shifted windows": (shifted_windows, (2, 3, 5, 20), {}),
     "shapes of the batch": (shapes_of_the_batch, (2, 5, 4, 3), {}),
     "windows and heads apart": (windows_and_heads_apart, (2, 3, 5, 20), {}),

@@ -128,11 +128,13 @@ def test_factors_and_biases_of_channels_fold(tmp_path):
     check(path, b.x)
 
 
-def test_pools_concatenations_and_splits(tmp_path):
+@pytest.mark.parametrize("ceil", [0, 1])
+def test_pools_concatenations_and_splits(tmp_path, ceil):
     b = Builder((2, 3, 9, 9))
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16)))
     pooled = b.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
-    averaged = b.op("AveragePool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], count_include_pad=0)
+    window = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1], "count_include_pad": 0}
+    averaged = b.op("AveragePool", x, ceil_mode=ceil, **window)
     left = b.op("Relu", b.conv(pooled, 16, taps=1, padding=0))
     right = b.op("Relu", b.conv(b.quantize(averaged), 32, taps=1, padding=0))
     joined = b.quantize(b.op("Concat", left, right, axis=1))

@@ -24,6 +24,7 @@ from compress.engines.cuda.plan.steps import (
     Plan,
     PlanTensor,
     Product,
+    SampledSum,
     Source,
     Step,
 )
@@ -375,6 +376,14 @@ class _Layouter:
                 return True
         return False
 
+    def _is_sampled(self, name: str) -> bool:
+        return any(
+            (isinstance(step, SampledSum) and name in step.images)
+            or (isinstance(step, Move) and any(map(self._is_sampled, step.writes)))
+            for step in self.plan.steps
+            if name in step.reads
+        )
+
     # Moves
 
     def _move(self, step: Move) -> None:
@@ -397,6 +406,8 @@ class _Layouter:
             order = source.order
         elif len(shape) == 4 and self._feeds_image(name):
             order = _CHANNELS_LAST
+        elif len(shape) > 2 and self._is_sampled(name):
+            order = (0, *range(2, len(shape)), 1)
         place = self._place(name, step) if name in self.inside else self._dense(name, order)
         self.places[name] = place
         if step.op == "Pad" and all(n <= m for n, m in zip(source.shape, shape, strict=True)):

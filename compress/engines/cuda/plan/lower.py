@@ -40,6 +40,7 @@ from compress.engines.cuda.plan.steps import (
     Plan,
     PlanTensor,
     Product,
+    SampledSum,
     Source,
     Step,
 )
@@ -345,8 +346,9 @@ def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
     """The step that begins with the product of queries and keys, and the place of its last node; else None."""
     if node.op != "MatMul":
         return None
-    q, k = _symmetric(view, node.inputs[0]), _symmetric(view, node.inputs[1])
-    scores = _Scores([node], 1.0, None) if q is not None and k is not None else None
+    q, k = (_symmetric(view, name) or _values(view, name) for name in node.inputs)
+    alike = q is not None and k is not None and (q.grid is None) == (k.grid is None)
+    scores = _Scores([node], 1.0, None) if alike else None
     while scores is not None:
         reader = view.only_consumer(scores.nodes[-1].outputs[0])
         if reader is not None and reader.op == "Softmax":
@@ -450,6 +452,75 @@ def _symmetric(view: View, name: str) -> Source | None:
     found = view.codes(name)
     return found if found is not None and found.grid is not None and found.grid.zero == 0 else None
 
+
+def _values(view: View, name: str) -> Source | None:
+    """A tensor of numbers that is computed and has no codes."""
+    values = view.graph.dtypes[name].is_floating_point and not view.is_constant(name)
+    return Source(name) if values and view.source(name).grid is None else None
+
+
+def match_sampled_sum(view: View, node: Node) -> tuple[SampledSum, int] | None:
+    """The step that ends in a sum over the points that grids sample from images, each times a weight; else None."""
+    shape = view.shape(node.inputs[0]) if node.op == "ReduceSum" else ()
+    axes = axes_of(node.attributes, view.graph.constants.get(node.given(1)))
+    product = view.producers.get(node.inputs[0]) if len(shape) == 4 and [axis % 4 for axis in axes] == [3] else None
+    if product is None or product.op != "Mul" or node.attributes.get("keepdims", 1):
+        return None
+    for samples, weights in (product.inputs, product.inputs[::-1]):
+        found = _samples(view, samples, shape)
+        if found and view.shape(weights) == (shape[0], 1, *shape[2:]) and _values(view, weights):
+            break
+    else:
+        return None
+    inner, grids = [product, *found[0]], found[1]
+    if any(view.only_consumer(n.outputs[0]) is None for n in [*inner, *grids]):
+        return None
+    nodes = [*inner, *grids, node]
+    view.absorbed.update(n.name for n in nodes if n is not node)
+    step = SampledSum(
+        name=node.name,
+        origins=tuple(o for n in nodes for o in n.origins),
+        x=Source(weights),
+        images=tuple(n.inputs[0] for n in grids),
+        grids=tuple(n.inputs[1] for n in grids),
+        aligned=bool(grids[0].attributes.get("align_corners", 0)),
+        out=view.output(node.outputs[0]),
+    )
+    return step, view.index[node.name]
+
+
+def _samples(view: View, name: str, shape: tuple[int, ...]) -> tuple[list[Node], list[Node]] | None:
+    """What joins the samples (N, C, L, points) of several images on the last axis, and what samples them."""
+    inner: list[Node] = []
+    node = view.producers.get(name)
+    if node is not None and node.op == "Reshape" and view.shape(node.inputs[0])[:3] == shape[:3]:
+        inner, node = [node], view.producers.get(node.inputs[0])  # what torch.stack has joined
+    if node is None or node.op not in {"Concat", "GridSample"}:
+        return None
+    rank = len(view.shape(node.outputs[0]))
+    if node.op == "Concat" and int(node.attributes["axis"]) % rank != 3:
+        return None
+    grids = []
+    for part in (node.outputs[0],) if node.op == "GridSample" else node.inputs:
+        maker = view.producers.get(part)
+        if maker is not None and maker.op == "Unsqueeze" and rank == 5:
+            inner.append(maker)
+            maker = view.producers.get(maker.inputs[0])
+        if maker is None or maker.op != "GridSample" or len(view.shape(maker.outputs[0])) != 4:
+            return None
+        grids.append(maker)
+    attributes = [n.attributes for n in grids]
+    linear = all(a.get("mode", "linear") in {"linear", "bilinear"} for a in attributes)
+    zeros = all(a.get("padding_mode", "zeros") == "zeros" for a in attributes)
+    aligned = len({bool(a.get("align_corners", 0)) for a in attributes}) == 1
+    values = all(_values(view, name) for n in grids for name in n.inputs)
+    joined = [node] if node.op == "Concat" else []
+    fits = linear and zeros and aligned and values and len(grids) <= _MOST_IMAGES
+    return ([*inner, *joined], grids) if fits else None
+
+
+# Images of one sum: levels of a pyramid.
+_MOST_IMAGES = 8
 
 Found = tuple[Step, int]
 
@@ -586,11 +657,13 @@ def _average_pool(view: View, node: Node) -> Found | None:
     a = node.attributes
     if node.op == "GlobalAveragePool" or (node.op == "ReduceMean" and _over_image(view, node)):
         kernel, stride, padding = (height, width), (1, 1), ((0, 0), (0, 0))
-    elif node.op == "AveragePool" and not a.get("ceil_mode", 0) and set(a.get("dilations", (1,))) == {1}:
+    elif node.op == "AveragePool" and set(a.get("dilations", (1,))) == {1}:
         kernel = (int(a["kernel_shape"][0]), int(a["kernel_shape"][1]))
         strides = a.get("strides", (1, 1))
         stride = (int(strides[0]), int(strides[1]))
         padding = _window(view, node, kernel, stride)
+        if a.get("ceil_mode", 0) and padding != read_window(a, (height, width), kernel).pads:
+            return None  # its last windows reach beyond the padding
     else:
         return None
     step = AveragePool(
@@ -696,6 +769,7 @@ def _inputs(view: View, node: Node) -> tuple[str | Tensor | None, ...]:
 _MATCHES: tuple[Callable[[View, Node], Found | None], ...] = (
     match_product,
     match_attention,
+    match_sampled_sum,
     _quantize,
     _max_pool,
     _average_pool,

@@ -183,7 +183,7 @@ class Attention(Computed):
 
     Attributes:
         x: queries (..., L, D).
-        k, v: keys (..., S, D) and values (..., S, E).
+        k, v: keys (..., D, S) and values (..., S, E); queries and keys may both be without codes.
         mask: float32, broadcasts; its first axis may be a divisor of that of the scores: then it repeats. None = none.
         probabilities: grid of the softmax's result.
     """
@@ -197,6 +197,26 @@ class Attention(Computed):
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.x.name, self.k.name, self.v.name)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledSum(Computed):
+    """The sum over points of what grids sample between pixels, times a weight (deformable attention): (N, C, L).
+
+    Attributes:
+        x: weights (N, 1, L, points of all images).
+        images: values (N, C, H, W), of several sizes; beyond them are zeros.
+        grids: places (N, L, points, 2) in each image, in -1 to 1 (ONNX's GridSample).
+        aligned: -1 and 1 are the middles of the outermost pixels, not their edges.
+    """
+
+    images: tuple[str, ...]
+    grids: tuple[str, ...]
+    aligned: bool
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.x.name, *self.images, *self.grids)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
