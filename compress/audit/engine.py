@@ -363,10 +363,10 @@ def audit_layer(
 
 
 def _precision(layer: EngineLayer) -> str:
-    """Type of the first activation (attention: narrowest), or of the weight if unknown."""
+    """Type of the first activation (of TensorRT's attention: the narrowest), or of the weight if unknown."""
     read, written = activations(layer)
     weight = weight_of(layer)
-    if is_attention(layer):  # its mask may be of a wider type, and come first
+    if is_attention(layer) and layer.kind != "Attention":  # its mask may be of a wider type, and come first
         read = tuple(sorted(read, key=lambda t: -_NARROW.index(t.dtype) if t.dtype in _NARROW else 1))
     types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
     if EIGHT_BITS.intersection(types[:1]) and _dequantizes(layer.name):

@@ -208,15 +208,18 @@ def test_a_residual_block_moves_one_byte_an_element(tmp_path):
     assert audit.share("int8") > 0.99
 
 
-def test_attention_counts_both_of_its_products(tmp_path):
+@pytest.mark.parametrize(("scores", "precision"), [("codes", "int8"), ("values", "fp16")])
+def test_attention_counts_both_of_its_products(tmp_path, scores, precision):
     b = Builder((1, 2, 6, 8))
     q, k, v = (b.quantize("input") for _ in range(3))
+    if scores == "values":
+        q, k = (b.op("Sqrt", b.op("Abs", "input")) for _ in range(2))
     scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
     y = b.op("MatMul", b.quantize(b.op("Softmax", scores, axis=-1), clip=1.0), v)
     audit = audit_listing(read_cuda_layers(b.save(tmp_path / "m.onnx", b.quantize(y))))
     (layer,) = [layer for layer in audit.layers if layer.kind == "Attention"]
     assert layer.macs == 2 * 6 * 6 * (8 + 8)
-    assert layer.precision == "int8"
+    assert layer.precision == precision
 
 
 def test_a_file_that_the_engine_cannot_run_is_refused(tmp_path):

@@ -480,12 +480,14 @@ class Recorded(NamedTuple):
     Attributes:
         static: captured input buffers, by name.
         direct: steps that are launched before it; they read the caller's inputs.
+        kept: what holds the weights that it reads.
     """
 
     graph: torch.cuda.CUDAGraph
     results: list[Tensors]
     static: Tensors
     direct: int
+    kept: object = None
 
 
 class Program:
@@ -732,7 +734,7 @@ def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outpu
                 results = dict(zip(outputs, run(*static.values()), strict=True))
     except Exception:  # the compiler may raise anything; the integer plan remains
         return None
-    return Recorded(graph, [results], static, 0)
+    return Recorded(graph, [results], static, 0, run)
 
 
 def _apart(ours: Tensors, others: Tensors) -> float:
