@@ -101,6 +101,9 @@ def sampled_places(b, stacked=False, aligned=0):
     parts = b.op("Split", shaped(values, -1, 6, 26), b.constant(np.array([20, 6])), axis=2, outputs=2)
     places = shaped(heads(4 * sum(points), sum(points), 2), -1, 26, sum(points), 2)
     grids = b.op("Split", places, b.constant(np.array(points)), axis=2, outputs=2)
+    if stacked:
+        learned = b.constant(b.rng.standard_normal((1, 26, 3, 2)).astype(np.float32))
+        grids[1] = b.op("Expand", learned, b.op("Shape", grids[1]))
     weights = shaped(b.op("Softmax", heads(2 * sum(points), sum(points)), axis=-1), -1, 1, 26, sum(points))
     samples = [
         b.op("GridSample", shaped(part, -1, 6, *side), grid, align_corners=aligned)

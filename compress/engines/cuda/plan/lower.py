@@ -454,14 +454,16 @@ def _symmetric(view: View, name: str) -> Source | None:
 
 
 def _values(view: View, name: str) -> Source | None:
-    """A tensor of numbers that is computed and has no codes."""
-    values = view.graph.dtypes[name].is_floating_point and not view.is_constant(name)
+    """A tensor of floating-point numbers without codes."""
+    values = view.graph.dtypes[name].is_floating_point and name not in view.weights
     return Source(name) if values and view.source(name).grid is None else None
 
 
 def match_sampled_sum(view: View, node: Node) -> tuple[SampledSum, int] | None:
     """The step that ends in a sum over the points that grids sample from images, each times a weight; else None."""
-    shape = view.shape(node.inputs[0]) if node.op == "ReduceSum" else ()
+    if node.op != "ReduceSum":
+        return None
+    shape = view.shape(node.inputs[0])
     axes = axes_of(node.attributes, view.graph.constants.get(node.given(1)))
     product = view.producers.get(node.inputs[0]) if len(shape) == 4 and [axis % 4 for axis in axes] == [3] else None
     if product is None or product.op != "Mul" or node.attributes.get("keepdims", 1):
