@@ -467,7 +467,7 @@ _PARTS_APART = 0.02
 _LEAST_GAIN = 0.98
 # Milliseconds of networks in floating point by their products. One that differs in its quantizers alone, as those that
 # `tune` tries, is not compiled where its integers take less than this share of them.
-_FLOATS_MS: dict[tuple[object, ...], float] = {}
+_FLOATS_MS: dict[str, float] = {}
 _LEAST_APART = 0.9
 
 Ways = Callable[[Step, Layout], list[Candidate]]
@@ -646,20 +646,27 @@ class Program:
             with torch.cuda.device(self.executor.device):
                 self._recorded = self._faster(self._recorded, network, plan)
 
-    def _products(self) -> list[tuple[int, ...]]:
-        """The shapes of what products compute, in integers or not, in one order."""
-        steps = [
-            step
-            for step in self.layout.steps
-            if isinstance(step, (Product, Attention)) or (isinstance(step, FloatOperation) and step.op in WEIGHTED_OPS)
-        ]
-        return sorted(self.layout.plan.tensors[step.writes[0]].shape for step in steps)
+    def _products(self) -> list[tuple[tuple[int, ...], list[int]]]:
+        """The sizes of results and weights of products, in integers or not, in one order."""
+        found = []
+        for step in self.layout.steps:
+            if isinstance(step, FloatOperation) and step.op in WEIGHTED_OPS:
+                weights = [x for x in step.inputs[1:2] if isinstance(x, Tensor)]
+            elif isinstance(step, (Product, Attention)):
+                weights = [step.weight] if isinstance(step, Product) else []
+            else:
+                continue
+            found.append((self.layout.plan.tensors[step.writes[0]].shape, sorted(n for w in weights for n in w.shape)))
+        return sorted(found)
 
     def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
         choice, inputs = plan.get(place), self.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
-        other, products = None, (*self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors))
+        other, products = (
+            None,
+            str((self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors))),
+        )
         if choice is None:
             self.graphs_ms[_INTEGERS] = repeated_ms(ours)
             least = max(self._bare_ms(), _LEAST_APART * _FLOATS_MS.get(products, 0.0))
