@@ -663,10 +663,8 @@ class Program:
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
         choice, inputs = plan.get(place), self.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
-        other, products = (
-            None,
-            str((self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors))),
-        )
+        products = str((self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors)))
+        other = None
         if choice is None:
             self.graphs_ms[_INTEGERS] = repeated_ms(ours)
             least = max(self._bare_ms(), _LEAST_APART * _FLOATS_MS.get(products, 0.0))
