@@ -339,7 +339,7 @@ def _sampled_kernel(
             else:
                 x = ((x + 1.0) * size[1] - 1.0) * 0.5
                 y = ((y + 1.0) * size[0] - 1.0) * 0.5
-            # What is far away, infinite or no number reads nothing, as in torch.
+            # What is far away, infinite or no number reads nothing.
             x = tl.minimum(tl.maximum(x, -2.0), size[1] + 1.0)
             y = tl.minimum(tl.maximum(y, -2.0), size[0] + 1.0)
             weight = tl.load(weights_ptr + point * weight_point_step, mask=real, other=0.0).to(tl.float32)
