@@ -321,6 +321,24 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
         assert sqnr(own, torch.from_numpy(found)) > 40
 
 
+@pytest.mark.parametrize("way", ["torch", "onnx"])
+def test_a_product_of_what_a_convolution_reads_too_is_in_int8(way, tmp_path):
+    # As in the attention of YOLO 11 and 12. On a processor without VNNI sums of two bytes overflow: few dB.
+    layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, 8, 1), "c": nn.Conv2d(8, 8, 3, groups=8)}
+    net = Net(lambda net, x: ((y := net.a(x)).flatten(2) @ net.b(x).flatten(2).mT, net.c(y)), **layers).eval()
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    model = net if way == "onnx" else compress.quantize(net, x, [x], spec=spec)
+    path = compress.export_onnx(model, x, tmp_path / "m.onnx")
+    if way == "onnx":
+        path = compress.quantize_onnx(path, [x], spec=spec, out=tmp_path / "int8.onnx")
+    compiled = compiled_by_openvino(path)
+    assert compress.audit_onnx(path).products_on("openvino") == {"INT8": 4}
+    assert [kind in {"u8", "i8"} for kind in layer_types(compiled)] == [True] * 4
+    for own, found in zip(net(x), compiled(x.numpy()).values(), strict=True):
+        assert sqnr(own, torch.from_numpy(found)) > 20
+
+
 def test_a_pool_whose_indices_are_read_passes_no_pair(tmp_path):
     parts = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, padding=1), "c": nn.Conv2d(8, 4, 3)}
 
