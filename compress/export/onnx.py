@@ -47,7 +47,7 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, each_input, 
 from compress.graph.modules import bake
 from compress.graph.ops import node_kind, node_module
 from compress.graph.report import leaves_of, report_of
-from compress.graph.trace import check_module, trace
+from compress.graph.trace import check_module, trace, unwrapped
 from compress.onnx_graph import AVERAGE_POOLS, MAX_POOLS, drop_unread, free_name, write_model
 from compress.quantization import MOST_BITS
 from compress.quantization.numerics import QuantFormat, quantize_tensor
@@ -530,8 +530,9 @@ def _check_model(model: nn.Module) -> None:
             "the model is what fuse_for_training returned, a graph for training steps: export the model that it was "
             "given, whose parameters it shares"
         )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
+    inside = "" if hasattr(model, "_orig_mod") else unwrapped(model)  # torch.onnx reads compiled modules
+    if inside:
+        raise ExportError(f"the model is a {type(model).__name__}, which cannot be traced: give {inside}")
     for name, parameter in model.named_parameters():
         if parameter.dtype in {torch.bfloat16, torch.float64}:
             raise ExportError(

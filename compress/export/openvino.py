@@ -18,6 +18,7 @@ from compress.errors import CompressWarning, first_few
 from compress.export.names import added_constant, added_tensor, shifted_tensor
 from compress.graph.ops import ONNX_KINDS, TRAITS
 from compress.onnx_graph import (
+    MOVES,
     PASSES,
     OnnxGraph,
     all_nodes,
@@ -238,6 +239,34 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
         return _unfused(node, "reduced", view) if bare else None
 
     return view.rewrite(apart)
+
+
+@each_node
+def factors_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
+    # The CPU plugin puts factors of channels into the quantizer after them. With an open batch it then cuts channels of
+    # a negative factor at the wrong ends (-2 dB). A Max that changes no value keeps them apart.
+    own = _factors(node, view)
+    before = [view.producers[name] for name in node.input if name in view.producers]
+    channels = any(value.size > 1 for one in [node, *before] for value in _factors(one, view))
+    if not channels or not any(np.any(value < 0) for value in own):
+        return None
+    readers = view.consumers.get(node.output[0], ())
+    return _unfused(node, "scaled", view) if any(_fused_with_factors(reader, view) for reader in readers) else None
+
+
+def _factors(node: onnx.NodeProto, view: OnnxGraph) -> list[NDArray[Any]]:
+    if node.op_type == "Neg":
+        return [np.array(-1.0)]
+    names = node.input if node.op_type in {"BatchNormalization", "Div", "Mul"} else ()
+    return [value for name in names if (value := view.array(name)) is not None]
+
+
+def _fused_with_factors(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    # A quantizer, or what may stand between it and a factor that becomes part of it.
+    if node.op_type in {"Add", "Sub", "Mul", "Div"}:
+        values = [value for name in node.input if (value := view.array(name)) is not None]
+        return any(value.size == 1 or node.op_type in {"Mul", "Div"} for value in values)  # sums of channels are right
+    return node.op_type in {*PASSES, "Clip", "Neg", "Pad", "QuantizeLinear", "Relu", "Split"}
 
 
 def axes_from_the_front(proto: onnx.ModelProto) -> None:
@@ -476,27 +505,45 @@ def biases_apart(proto: onnx.ModelProto) -> int:
 
 @each_node
 def signs_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] | None:
-    """Give the other consumers of a signed tensor that transposed convolutions read an unsigned pair of equal values.
+    """Give some consumers of a tensor a pair of equal values, signed or not, where convolutions need the other form.
 
-    The plugin computes a transposed convolution in 8 bits without a zero point only, and on processors without AMX a
-    convolution of unsigned integers only. Of two readers of one pair, one would be float there.
+    The plugin computes transposed convolutions and products of two activations in 8 bits without a zero point only, and
+    without AMX convolutions of unsigned integers only: of two readers one would be float.
     """
     pair = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
     zero = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
     readers = view.consumers.get(node.output[0], [])
-    others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
-    if pair is None or zero is None or zero.dtype != np.int8 or zero.any() or len(others) in {0, len(readers)}:
+    if zero is not None and zero.dtype == np.uint8 and np.all(zero == _MIDDLE):
+        others, form = [reader for reader in readers if _in_products(reader, view)], "signed"
+    else:
+        others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
+        form = "unsigned"
+        readers = [] if zero is None or zero.dtype != np.int8 or zero.any() else readers
+    if pair is None or zero is None or len(others) in {0, len(readers)} or not readers:
         return None
-    q, result = (view.free(added_tensor(name, "unsigned")) for name in (node.input[0], node.output[0]))
-    middle = view.add_constant(added_constant(result, "zero_point"), np.full(zero.shape, 128, np.uint8))
+    q, result = (view.free(added_tensor(name, form)) for name in (node.input[0], node.output[0]))
+    point: NDArray[Any] = np.zeros_like(zero, np.int8) if form == "signed" else np.full_like(zero, _MIDDLE, np.uint8)
+    middle = view.add_constant(added_constant(result, "zero_point"), point)
     for reader in others:
         consumed_as(reader, node.output[0], result)
-    names = [added_tensor(one.name, "unsigned") for one in (pair, node)]
+    names = [added_tensor(one.name, form) for one in (pair, node)]
     return [
         node,
         helper.make_node("QuantizeLinear", [*pair.input[:2], middle], [q], name=names[0]),
         helper.make_node("DequantizeLinear", [q, node.input[1], middle], [result], name=names[1]),
     ]
+
+
+# Zero point of unsigned integers that hold the values of signed ones.
+_MIDDLE = 128
+
+
+def _in_products(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    if node.op_type == "MatMul":
+        pairs = [view.dequantizer(name, MOVES) for name in node.input]
+        return all(pair is not None and pair.input[0] not in view.constants for pair in pairs)
+    read = view.consumers.get(node.output[0], []) if node.op_type in MOVES else []
+    return bool(read) and all(_in_products(reader, view) for reader in read)
 
 
 _ZERO = np.zeros((), np.uint8)

@@ -771,6 +771,8 @@ def unwrapped(model: nn.Module) -> str:
     """Which module to give instead of one that torch.fx cannot enter; "" for any other."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the module that it was scripted or traced from"
+    if "_original_forward" in vars(model):  # accelerate's mixed precision
+        return "accelerator.unwrap_model(model, keep_fp32_wrapper=False), and prepare what is made of it"
     return "its ._orig_mod, and compile what is made of it" if hasattr(model, "_orig_mod") else ""
 
 
@@ -1170,7 +1172,7 @@ def _check_equal(
         f"the traced graph of {type(model).__name__} computes something else than the model"
         f"{f', first at {place}' if place else ''}: "
         + (
-            f"the model {own}, which is no part of its class's forward; wrap it in a module that does the same"
+            f"the model {own}; or wrap it in a module that does the same"
             if own
             else "its forward computes within an autocast, which is no part of a graph: take that out, and put one "
             "around the calls of the result"

@@ -163,6 +163,43 @@ def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path
     assert sqnr(qmodel(X), result) > 40
 
 
+def times_signs(net, x):
+    return x * net.signs
+
+
+SIGNS = torch.linspace(-1.5, 1.5, 8).view(-1, 1, 1)
+NEGATIVE = {
+    "scale": (SIGNS, times_signs),
+    "scale and shortcut": (SIGNS, lambda net, x: times_signs(net, net.same(times_signs(net, x)) + x)),
+    "ReLU": (SIGNS, lambda net, x: times_signs(net, x).relu()),
+    "padding": (SIGNS, lambda net, x: F.pad(times_signs(net, x), (1, 1, 1, 1), mode="reflect")),
+    "parts": (SIGNS.repeat(2, 1, 1), lambda net, x: times_signs(net, torch.cat([x, x], 1)).chunk(2, 1)[1]),
+    "number": (SIGNS, lambda net, x: times_signs(net, x) - 0.5),
+    "negative number": (SIGNS.abs(), lambda net, x: times_signs(net, x) * -0.7),
+    "negation": (SIGNS.abs(), lambda net, x: -times_signs(net, x)),
+    "BatchNorm": (SIGNS.flatten(), lambda net, x: F.batch_norm(x, net.zeros, net.ones, net.signs, net.zeros)),
+}
+
+
+@pytest.mark.parametrize("way", ["torch", "onnx"])
+@pytest.mark.parametrize("case", NEGATIVE)
+def test_openvino_keeps_the_ends_of_channels_with_a_negative_factor(case, way, tmp_path):
+    # With an open batch it cut such channels at the wrong ends (-2 dB).
+    signs, run = NEGATIVE[case]
+    layers = {"same": nn.Conv2d(8, 8, 3, padding=1, bias=False), "last": nn.Conv2d(8, 8, 3, bias=False)}
+    fixed = {"signs": nn.Parameter(signs), "zeros": torch.zeros(8), "ones": torch.ones(8)}
+    net = Net(lambda net, x: net.last(run(net, x)), **layers, **fixed).eval()
+    x = 3 * torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    model = net if way == "onnx" else compress.quantize(net, x, [x], spec=spec)
+    path = compress.export_onnx(model, x[:1], tmp_path / "m.onnx")
+    if way == "onnx":
+        path = compress.quantize_onnx(path, [x], spec=spec, out=tmp_path / "int8.onnx")
+    found = torch.from_numpy(compiled_by_openvino(path)(x.numpy())[0])
+    assert sqnr(torch.from_numpy(compute(path, x.numpy(), optimize=False)), found) > 60
+    assert sqnr(net(x), found) > 30
+
+
 def shortcut(x, net):
     return net.c(torch.relu(net.b(torch.relu(net.a(x))) + net.shortcut(x)))
 
@@ -282,6 +319,24 @@ def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp
     assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, pairs]
     for own, found in zip(flat_tensors(qmodel(x)), compiled(x.numpy()).values(), strict=True):
         assert sqnr(own, torch.from_numpy(found)) > 40
+
+
+@pytest.mark.parametrize("way", ["torch", "onnx"])
+def test_a_product_of_what_a_convolution_reads_too_is_in_int8(way, tmp_path):
+    # As in the attention of YOLO 11 and 12. On a processor without VNNI sums of two bytes overflow: few dB.
+    layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, 8, 1), "c": nn.Conv2d(8, 8, 3, groups=8)}
+    net = Net(lambda net, x: ((y := net.a(x)).flatten(2) @ net.b(x).flatten(2).mT, net.c(y)), **layers).eval()
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    spec = compress.QuantSpec(target="openvino", weights=WEIGHTS)
+    model = net if way == "onnx" else compress.quantize(net, x, [x], spec=spec)
+    path = compress.export_onnx(model, x, tmp_path / "m.onnx")
+    if way == "onnx":
+        path = compress.quantize_onnx(path, [x], spec=spec, out=tmp_path / "int8.onnx")
+    compiled = compiled_by_openvino(path)
+    assert compress.audit_onnx(path).products_on("openvino") == {"INT8": 4}
+    assert [kind in {"u8", "i8"} for kind in layer_types(compiled)] == [True] * 4
+    for own, found in zip(net(x), compiled(x.numpy()).values(), strict=True):
+        assert sqnr(own, torch.from_numpy(found)) > 20
 
 
 def test_a_pool_whose_indices_are_read_passes_no_pair(tmp_path):

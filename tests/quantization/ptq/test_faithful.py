@@ -437,6 +437,15 @@ def packed():
     return model
 
 
+def prepared_by_accelerate():
+    # What `Accelerator(mixed_precision="bf16").prepare` sets on a module.
+    model = network()
+    model._original_forward = model.forward
+    cast = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = types.MethodType(cast, model)
+    return model
+
+
 def with_fc(layer):
     return Net(lambda net, x: net.fc(net.a(x).mean((2, 3))), **{**layers(), "fc": layer})
 
@@ -452,6 +461,7 @@ REFUSED = [
     (lambda: nn.DataParallel(network()), ModelError, r"its \.module"),
     (lambda: nn.Sequential(nn.DataParallel(network())), ModelError, "0 is a DataParallel.*put its .module in its"),
     (lambda: torch.compile(network()), ModelError, r"its \._orig_mod"),
+    (prepared_by_accelerate, ModelError, r"give accelerator\.unwrap_model"),
     (lambda: torch.jit.trace(network(), X), ModelError, "scripted or traced from"),
     (lambda: with_fc(torch.jit.trace(nn.Linear(8, 5), torch.ones(1, 8))), ModelError, "fc is a .*from in its place"),
     (
