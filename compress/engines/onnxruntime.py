@@ -229,10 +229,9 @@ def _warn_of(what: str, harmful: list[str]) -> None:
 
 
 def _form(file: OnnxFile) -> str | bytes:
-    """The file's path; its bytes with unsigned weights where sums of products of u8 and i8 saturate.
-
-    ONNX Runtime's own option for that, `x64quantprecision`, does not load files in which a weight is read twice (1.31).
-    """
+    """The file's path; its bytes with unsigned weights where sums of products of u8 and i8 saturate."""
+    # ONNX Runtime's own option for that, `x64quantprecision`, does not load files in which a weight is read twice
+    # (1.31).
     if not file.quantized_types or not sums_bytes_in_16_bits():
         return str(file.path)
     model = load_onnx(file.path, weights=True)

@@ -929,12 +929,10 @@ def _conv_transpose(c: _Converter, node: onnx.NodeProto, attributes: Mapping[str
 
 
 def _plain_kernel(weight: _Weight, groups: int, window: Window, ends: Sequence[int], size: Sequence[int]) -> _Weight:
-    """The kernel (in, out, height, width) of a transposed convolution without groups and dilations, by zeros.
-
-    It reaches as far as the result, of which rows and columns before `ends` are read: `output_padding` may extend it
-    beyond the kernel. The weight is (in, out / groups, height, width); its scales are of outputs, shared by the groups,
-    or one.
-    """
+    """The kernel (in, out, height, width) of a transposed convolution without groups and dilations, by zeros."""
+    # It reaches as far as the result, of which rows and columns before `ends` are read: `output_padding` may extend it
+    # beyond the kernel. The weight is (in, out / groups, height, width); its scales are of outputs, shared by the
+    # groups, or one.
     value, scales = weight.value, weight.scales
     inputs, outputs = value.shape[:2]
     reach = [d * (k - 1) + 1 for k, d in zip(value.shape[2:], window.dilations, strict=True)]

@@ -251,10 +251,8 @@ def _rename_constants(model: fx.GraphModule) -> None:
 
 
 def _activate_apart(model: fx.GraphModule) -> None:
-    """Let activations after convolutions return new tensors, in place: torch.export takes those in place to pieces.
-
-    For ReLU6 that is half of the time that a file takes. Only where nothing else reads what is overwritten.
-    """
+    """Let activations after convolutions return new tensors, in place: torch.export takes those in place to pieces."""
+    # For ReLU6 that is half of the time that a file takes. Only where nothing else reads what is overwritten.
     nodes = model.graph.find_nodes(op="call_module")
     calls = Counter(node.target for node in nodes)
     for source in nodes:
@@ -350,11 +348,9 @@ def _symbolic(
 
 
 def _part_before_norms(graph_module: fx.GraphModule) -> None:
-    """Give each call of a quantized layer or BatchNorm that is called several times a copy, where they can fold.
-
-    Heads share a convolution among levels, with a BatchNorm for each (RTMDet): OpenVINO and ONNX Runtime compute the
-    convolution in float where the BatchNorm stays.
-    """
+    """Give each call of a quantized layer or BatchNorm that is called several times a copy, where they can fold."""
+    # Heads share a convolution among levels, with a BatchNorm for each (RTMDet): OpenVINO and ONNX Runtime compute the
+    # convolution in float where the BatchNorm stays.
     calls = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_module")
     taken = {name for name, _ in graph_module.named_modules()}
     for norm in list(graph_module.graph.nodes):
@@ -373,10 +369,8 @@ def _part_before_norms(graph_module: fx.GraphModule) -> None:
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
-    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|.
-
-    After a grouped transposed convolution it stays: its groups share their scales, and its factors are not theirs.
-    """
+    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|."""
+    # After a grouped transposed convolution it stays: its groups share their scales, and its factors are not theirs.
     kept = []
     for node in list(graph_module.graph.nodes):
         pair = foldable_pair(node)
@@ -398,11 +392,9 @@ def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
 
 
 def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:
-    """Return the layer's weight quantizer with a scale for each channel, and integers that BatchNorm may negate.
-
-    The negative of the lowest integer of a range that is not symmetric is beyond its end. Then the weight is rounded
-    here, and a quantizer of one more bit and the same scale holds it and its negative.
-    """
+    """Return the layer's weight quantizer with a scale for each channel, and integers that BatchNorm may negate."""
+    # The negative of the lowest integer of a range that is not symmetric is beyond its end. Then the weight is rounded
+    # here, and a quantizer of one more bit and the same scale holds it and its negative.
     old = cast(Quantizer, layer.weight_quantizer)
     quant_format, amax = old.format, old.scale.detach() * old.format.high
     if flips and not quant_format.narrow and quant_format.num_bits < MOST_BITS:
@@ -645,11 +637,10 @@ _FIX_BATCH = "fix the size to that of example_inputs (dynamic_batch=False; expor
 
 
 class _ExactNumbers(TorchFunctionMode):
-    """Gives `clamp(x, 0, 0.5)` two limits of one type, and an epsilon a dimension.
+    """Gives `clamp(x, 0, 0.5)` two limits of one type, and an epsilon a dimension."""
 
-    torch.export finds no operator for two types (2.15), and onnxscript's optimizer (0.7) drops sums with scalars of
-    1e-8 or less, after which zero is divided by zero.
-    """
+    # torch.export finds no operator for two types (2.15), and onnxscript's optimizer (0.7) drops sums with scalars of
+    # 1e-8 or less, after which zero is divided by zero.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}

@@ -153,10 +153,8 @@ def _kernel(node: onnx.NodeProto, view: OnnxGraph) -> list[int]:
 
 
 def _unfused(node: onnx.NodeProto, part: str, view: OnnxGraph) -> list[onnx.NodeProto]:
-    """Return a node and the Max of its result with itself, under the name of the result, which gets a suffix.
-
-    OpenVINO fuses no quantizer with the Max, and it took no measurable time.
-    """
+    """Return a node and the Max of its result with itself, under the name of the result, which gets a suffix."""
+    # OpenVINO fuses no quantizer with the Max, and it took no measurable time.
     output = node.output[0]
     node.output[0] = view.free(added_tensor(output, part))
     return [node, made_after(node, "Max", [node.output[0]] * 2, output)]

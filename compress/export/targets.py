@@ -246,12 +246,10 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
 
 
 def _own_constants(proto: onnx.ModelProto, *, integers: bool) -> None:
-    """Give each DequantizeLinear of a weight a zero point of its own, and integers of its own if `integers`.
-
-    OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight, and
-    convolutions that share integers with other scales. ONNX Runtime (1.31) does not load a file with a shared zero
-    point where it makes the weights unsigned, `x64quantprecision`.
-    """
+    """Give each DequantizeLinear of a weight a zero point of its own, and integers of its own if `integers`."""
+    # OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight,
+    # and convolutions that share integers with other scales. ONNX Runtime (1.31) does not load a file with a shared
+    # zero point where it makes the weights unsigned, `x64quantprecision`.
     view, seen = OnnxGraph(proto.graph), set[str]()
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[0] in view.constants:

@@ -279,10 +279,8 @@ def _for_inference(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 def _without_wrong_shapes(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Take off the shapes that a valid file states if its nodes compute others, in place; return a sentence if so.
-
-    ONNX Runtime warns of them, and onnx's full check, which every file that is written passes, refuses them.
-    """
+    """Take off the shapes that a valid file states if its nodes compute others, in place; return a sentence if so."""
+    # ONNX Runtime warns of them, and onnx's full check, which every file that is written passes, refuses them.
     model = without_weights(proto)
     model.graph.value_info.extend(proto.graph.value_info)
     for value in model.graph.output:  # those without dimensions get them from a run

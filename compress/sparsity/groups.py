@@ -172,10 +172,9 @@ def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...], *, own
 
 
 class _Follower(fx.Interpreter):
-    """Finds the channel numbers of every node, or why it has none.
+    """Finds the channel numbers of every node, or why it has none."""
 
-    Numbers have as many axes as the value, of size 1 where they do not vary.
-    """
+    # Numbers have as many axes as the value, of size 1 where they do not vary.
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)

@@ -156,10 +156,8 @@ def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
 
 
 def _weight_calibrators(qmodel: nn.Module) -> dict[Quantizer, Calibrator]:
-    """Calibrators that have seen the weights, of quantizers whose range is not set yet: those that clip nothing.
-
-    The others set their ranges now: histograms of all channels of all layers would be too much at a time.
-    """
+    """Calibrators that have seen the weights, of quantizers whose range is not set yet: those that clip nothing."""
+    # The others set their ranges now: histograms of all channels of all layers would be too much at a time.
     found: dict[Quantizer, Calibrator] = {}
     for site in placement_of(qmodel).weights:
         layer = qmodel.get_submodule(site.path)

@@ -411,10 +411,8 @@ def _request_output(found: Requests, node: Node, table: TargetTable) -> None:
 
 
 def _end_of_chain(node: Node, table: TargetTable) -> Node | None:
-    """The last operation that fuses with one; None if that is an add, which requests its own result.
-
-    A BatchNorm after an activation is not folded into the layer before, and does not fuse.
-    """
+    """The last operation that fuses with one; None if that is an add, which requests its own result."""
+    # A BatchNorm after an activation is not folded into the layer before, and does not fuse.
     end, activated = node, False
     while len(end.consumers) == 1:
         (consumer,) = end.consumers
