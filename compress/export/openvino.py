@@ -510,17 +510,20 @@ def signs_apart(node: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto] |
     """
     pair = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
     zero = view.array(pair.input[2]) if pair is not None and len(pair.input) > 2 else None
+    if pair is None or zero is None:
+        return None
     readers = view.consumers.get(node.output[0], [])
-    if zero is not None and zero.dtype == np.uint8 and np.all(zero == _MIDDLE):
+    point: NDArray[Any] = np.zeros_like(zero, np.int8)
+    if zero.dtype == np.uint8 and np.all(zero == _MIDDLE):
         others, form = [reader for reader in readers if _in_products(reader, view)], "signed"
+    elif zero.dtype == np.int8 and not zero.any():
+        others, form = [reader for reader in readers if reader.op_type != "ConvTranspose"], "unsigned"
+        point = np.full_like(zero, _MIDDLE, np.uint8)
     else:
-        others = [reader for reader in readers if reader.op_type != "ConvTranspose"]
-        form = "unsigned"
-        readers = [] if zero is None or zero.dtype != np.int8 or zero.any() else readers
-    if pair is None or zero is None or len(others) in {0, len(readers)} or not readers:
+        return None
+    if len(others) in {0, len(readers)}:
         return None
     q, result = (view.free(added_tensor(name, form)) for name in (node.input[0], node.output[0]))
-    point: NDArray[Any] = np.zeros_like(zero, np.int8) if form == "signed" else np.full_like(zero, _MIDDLE, np.uint8)
     middle = view.add_constant(added_constant(result, "zero_point"), point)
     for reader in others:
         consumed_as(reader, node.output[0], result)

@@ -952,8 +952,9 @@ def _graph_of(
     checked: Callable[[fx.GraphModule], fx.GraphModule],
 ) -> fx.GraphModule:
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves."""
-    # `models` are the model and, if its first call leaves something on it, the model after that: what it made for one
-    # size is right without values in the first alone. `checked` raises where a graph is not the model.
+    # `models` are the model before its first call and, if that call sets attributes on it, the model after the call.
+    # Such attributes may hold values of one input size, so tracing without values begins with the model before it.
+    # `checked` raises where a graph computes something else than the model.
     both = (False, True)
     attempts = [functools.partial(_without_values, m, inputs, asked, buffers=b) for m in models for b in both]
     unshaped = len(attempts)

@@ -133,7 +133,7 @@ def precision(step: Step, layout: Layout, kernel: str) -> str:
     """Type in which a step computes, or of what it moves."""
     if kernel.startswith(FLOAT_KERNEL):
         return kernel.removeprefix(FLOAT_KERNEL)
-    if isinstance(step, Attention) and step.x.grid is None:  # its scores
+    if isinstance(step, Attention) and step.x.grid is None:  # its scores are of floats
         return dtype_text(layout.plan.dtype)
     if isinstance(step, (Product, Attention, MaxPool, AveragePool)):
         return "i8"

@@ -642,9 +642,11 @@ class Program:
     def in_floats_if_faster(self, network: Callable[[], FloatNetwork], plan: PlanFile) -> None:
         """Take the network of all parts in floating point where its graph is faster and computes the same."""
         # Without them a network has too little to compute for the minute that torch's compiler takes.
-        if self._recorded is not None and self._products():
+        products = self._products()
+        if self._recorded is not None and products:
+            own = str((products, self.layout.plan.dtype, self.executor.device, len(self.executors)))
             with torch.cuda.device(self.executor.device):
-                self._recorded = self._faster(self._recorded, network, plan)
+                self._recorded = self._faster(self._recorded, network, plan, own)
 
     def _products(self) -> list[tuple[tuple[int, ...], list[int]]]:
         """The sizes of results and weights of products, in integers or not, in one order."""
@@ -659,11 +661,12 @@ class Program:
             found.append((self.layout.plan.tensors[step.writes[0]].shape, sorted(n for w in weights for n in w.shape)))
         return sorted(found)
 
-    def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
+    def _faster(
+        self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile, products: str
+    ) -> Recorded:
         place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
         choice, inputs = plan.get(place), self.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
-        products = str((self._products(), self.layout.plan.dtype, self.executor.device, len(self.executors)))
         other = None
         if choice is None:
             self.graphs_ms[_INTEGERS] = repeated_ms(ours)

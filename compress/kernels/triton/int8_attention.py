@@ -95,6 +95,18 @@ def _mixed(p, v_ptr, key, column, v_step, size, inside, sums):
 
 
 @triton.jit
+def _write(sums, codes_at, value_at, there, column, inside, vectors, outputs, numbers, KIND: tl.constexpr):
+    y, steps = finished(
+        sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
+    )
+    if KIND.writes_codes:
+        codes = to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero)
+        tl.store(outputs.codes + codes_at, codes, mask=there)
+    if KIND.writes_value:
+        tl.store(outputs.value + value_at, y.to(outputs.value.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _in_two_passes(
     q,
     k_ptr,
@@ -214,28 +226,12 @@ def _attention_kernel(
             KEYS,
             WIDTH,
         )
-    y, steps = finished(
-        sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
-    )
+    codes_at = image * codes_step[0] + head * codes_step[1]
+    codes_at += query[:, None] * codes_step[2] + column[None, :] * codes_step[3]
+    value_at = image * value_step[0] + head * value_step[1]
+    value_at += query[:, None] * value_step[2] + column[None, :] * value_step[3]
     there = (query < length)[:, None] & inside[None, :]
-    if KIND.writes_codes:
-        at = (
-            image * codes_step[0]
-            + head * codes_step[1]
-            + query[:, None] * codes_step[2]
-            + column[None, :] * codes_step[3]
-        )
-        tl.store(
-            outputs.codes + at, to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero), mask=there
-        )
-    if KIND.writes_value:
-        at = (
-            image * value_step[0]
-            + head * value_step[1]
-            + query[:, None] * value_step[2]
-            + column[None, :] * value_step[3]
-        )
-        tl.store(outputs.value + at, y.to(outputs.value.dtype.element_ty), mask=there)
+    _write(sums, codes_at, value_at, there, column, inside, vectors, outputs, numbers, KIND)
 
 
 def sampled_sum(
@@ -339,7 +335,7 @@ def _sampled_kernel(
             else:
                 x = ((x + 1.0) * size[1] - 1.0) * 0.5
                 y = ((y + 1.0) * size[0] - 1.0) * 0.5
-            # What is far away, infinite or no number reads nothing.
+            # Coordinates that are far outside, infinite or NaN are moved just outside the image, where all is zero.
             x = tl.minimum(tl.maximum(x, -2.0), size[1] + 1.0)
             y = tl.minimum(tl.maximum(y, -2.0), size[0] + 1.0)
             weight = tl.load(weights_ptr + point * weight_point_step, mask=real, other=0.0).to(tl.float32)
@@ -351,14 +347,6 @@ def _sampled_kernel(
             lower += _corner(pixels, step, above + 1.0, left + 1.0, size, there) * right
             sums += (upper * (1.0 - below) + lower * below) * weight[:, None]
         weights_ptr += POINTS[level] * weight_point_step
-    y, steps = finished(
-        sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
-    )
-    if KIND.writes_codes:
-        at = image * codes_step[0] + column[None, :] * codes_step[1] + query[:, None] * codes_step[2]
-        tl.store(
-            outputs.codes + at, to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero), mask=there
-        )
-    if KIND.writes_value:
-        at = image * value_step[0] + column[None, :] * value_step[1] + query[:, None] * value_step[2]
-        tl.store(outputs.value + at, y.to(outputs.value.dtype.element_ty), mask=there)
+    codes_at = image * codes_step[0] + column[None, :] * codes_step[1] + query[:, None] * codes_step[2]
+    value_at = image * value_step[0] + column[None, :] * value_step[1] + query[:, None] * value_step[2]
+    _write(sums, codes_at, value_at, there, column, inside, vectors, outputs, numbers, KIND)

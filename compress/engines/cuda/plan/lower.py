@@ -492,7 +492,7 @@ def match_sampled_sum(view: View, node: Node) -> tuple[SampledSum, int] | None:
 
 
 def _samples(view: View, name: str, shape: tuple[int, ...]) -> tuple[list[Node], list[Node]] | None:
-    """What joins the samples (N, C, L, points) of several images on the last axis, and what samples them."""
+    """The nodes between GridSamples and a tensor (N, C, L, points) that joins their results, and the GridSamples."""
     inner: list[Node] = []
     node = view.producers.get(name)
     if node is not None and node.op == "Reshape" and view.shape(node.inputs[0])[:3] == shape[:3]:
